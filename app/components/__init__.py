@@ -1,0 +1,1 @@
+"""Charts, tables and panels that pages share."""

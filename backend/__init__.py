@@ -1,0 +1,1 @@
+"""The engine, its workloads, metrics and analysis; imports neither streamlit, sqlalchemy, `db` nor `app`."""

@@ -1,0 +1,1 @@
+"""Attention metadata and the backends that read the paged cache."""

@@ -1,0 +1,126 @@
+"""`EngineConfig`: everything that decides how the engine runs, and nothing that decides what is asked of it.
+
+A field left at None is filled in when the model is loaded (`resolve`), from the device and the model; a run stores both the
+config as asked and as resolved. Only values that exist are allowed: others are refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from pydantic import Field
+
+from backend.settings import Settings
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+class ModelSettings(Settings):
+    name: str = Field(DEFAULT_MODEL, min_length=1, description="A pulled model, a Hugging Face folder, or dummy:<shape>.")
+    revision: str | None = Field(None, description="Revision of a hub model; local models have none.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Weights and activations. auto: bfloat16 on CUDA, float32 on CPU."
+    )
+    device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto takes the GPU when there is one.")
+    max_model_len: int | None = Field(
+        None, ge=2, description="Longest prompt plus output, in tokens; cut to what the KV cache holds."
+    )
+
+
+class CacheSettings(Settings):
+    block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256] = Field(
+        16, description="Tokens per KV block: small wastes less, large needs fewer table entries."
+    )
+    num_blocks: int | None = Field(
+        None, ge=1, description="KV blocks to allocate; by default what the memory settings leave."
+    )
+    dtype: Literal["auto"] = Field("auto", description="KV element type; auto is the model's.")
+    layout: Literal["paged"] = "paged"
+    enable_prefix_caching: Literal[False] = False
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="Share of GPU memory for weights, activations and KV cache together."
+    )
+    cpu_bytes: int = Field(2**30, ge=2**20, description="KV cache size on the CPU, in bytes.")
+
+
+class SchedulerSettings(Settings):
+    max_num_seqs: int | None = Field(None, ge=1, le=4096, description="Most requests in one step. CUDA 256, CPU 16.")
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, le=2**20, description="Token budget of one step: small keeps decoding smooth, large prefills faster."
+    )
+    batching: Literal["continuous"] = "continuous"
+    policy: Literal["fcfs"] = "fcfs"
+    preemption: Literal["recompute"] = "recompute"
+    async_scheduling: Literal[False] = False
+
+
+class QuantizationSettings(Settings):
+    method: None = None
+    bits: None = None
+    group_size: None = None
+    symmetric: None = None
+    skip: None = None
+
+
+class SpeculativeSettings(Settings):
+    method: None = None
+    num_speculative_tokens: None = None
+    model: None = None
+    tree: None = None
+
+
+class KernelSettings(Settings):
+    backend: Literal["auto", "reference"] = Field("auto", description="Implementation of the ops; auto picks the best.")
+    enforce_eager: Literal[True] = True
+    batch_invariant: Literal[False] = False
+    cpu_threads: int | None = Field(
+        None, ge=1, le=1024, description="Threads for CPU math; by default one core is left to the dashboard."
+    )
+
+
+class TargetSettings(Settings):
+    kind: Literal["in_process"] = "in_process"
+    url: None = None
+
+
+class ParallelSettings(Settings):
+    tensor: Literal[1] = 1
+
+
+class EngineConfig(Settings):
+    model: ModelSettings = ModelSettings()
+    cache: CacheSettings = CacheSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    quantization: QuantizationSettings = QuantizationSettings()
+    speculative: SpeculativeSettings = SpeculativeSettings()
+    kernels: KernelSettings = KernelSettings()
+    target: TargetSettings = TargetSettings()
+    parallel: ParallelSettings = ParallelSettings()
+
+    def resolve(self, *, device: Literal["cuda", "cpu"], max_model_len: int) -> EngineConfig:
+        """Fill what depends on the device and the model; `cache.num_blocks` follows once memory is known.
+
+        Args:
+            device: where the model runs.
+            max_model_len: the model's own context, in tokens.
+        """
+        on_cuda = device == "cuda"
+        dtype = self.model.dtype if self.model.dtype != "auto" else ("bfloat16" if on_cuda else "float32")
+        length = min(self.model.max_model_len or max_model_len, max_model_len)
+        return self.with_overrides(
+            {
+                "model.device": device,
+                "model.dtype": dtype,
+                "model.max_model_len": length,
+                "scheduler.max_num_seqs": self.scheduler.max_num_seqs or (256 if on_cuda else 16),
+                "scheduler.max_num_batched_tokens": self.scheduler.max_num_batched_tokens or (8192 if on_cuda else 512),
+                "kernels.cpu_threads": self.kernels.cpu_threads or default_cpu_threads(),
+                "kernels.backend": "reference",
+            }
+        )
+
+
+def default_cpu_threads() -> int:
+    """One core is left to the dashboard: page and engine share the machine."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)

@@ -1,0 +1,1 @@
+"""Scheduling and block accounting in plain Python: no torch."""

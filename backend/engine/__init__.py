@@ -1,0 +1,1 @@
+"""The step loop and the thread that owns the device."""

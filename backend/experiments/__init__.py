@@ -1,0 +1,1 @@
+"""Running a workload against a target and recording it."""

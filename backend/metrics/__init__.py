@@ -1,0 +1,1 @@
+"""Records, formulas, ledgers and live views; no torch."""

@@ -1,0 +1,1 @@
+"""Model sources, checkpoint loading and the generic decoder."""

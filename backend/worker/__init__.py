@@ -1,0 +1,1 @@
+"""What runs on the device: input batch, KV cache tensors, the model runner."""

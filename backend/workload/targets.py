@@ -1,0 +1,54 @@
+"""`Target`: whatever serves requests. The workload driver, the metrics and History know only this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from backend.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked: text or ids, exactly one of them. `chat` applies the model's chat template to the text."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    chat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """A delivery to the client: the new tokens and text since the last one, and on the last one how it ended."""
+
+    request_id: str
+    time: float
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: Literal["stop", "length", "abort", "error"] | None = None
+    error: str | None = None
+    # On the last event; None where the target cannot tell.
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_preemptions: int | None = None
+    scheduled_time: float | None = None
+
+
+class Target(Protocol):
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        on_event: Callable[[StreamEvent], None],
+        arrival_time: float | None = None,
+    ) -> None:
+        """Start a request. Thread-safe; `on_event` is called from the target's thread and must return at once.
+
+        Raises `RequestError` when the request can never be served; nothing is delivered then. Otherwise exactly one event
+        carries a `finish_reason`, and it is the last.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """Ask for an end; a finished or unknown id is ignored."""

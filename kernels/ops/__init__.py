@@ -1,0 +1,1 @@
+"""One op per file: a launcher that checks its inputs, and the Triton kernel it launches."""
