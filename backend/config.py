@@ -17,7 +17,9 @@ DEFAULT_MODEL = "smollm2-135m"
 
 
 class ModelSettings(Settings):
-    name: str = Field(DEFAULT_MODEL, min_length=1, description="A pulled model, a Hugging Face folder, or dummy:<shape>.")
+    name: str = Field(
+        DEFAULT_MODEL, min_length=1, description="A pulled model, a Hugging Face folder, or dummy:<shape>."
+    )
     revision: str | None = Field(None, description="Revision of a hub model; local models have none.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and activations. auto: bfloat16 on CUDA, float32 on CPU."
@@ -47,7 +49,10 @@ class CacheSettings(Settings):
 class SchedulerSettings(Settings):
     max_num_seqs: int | None = Field(None, ge=1, le=4096, description="Most requests in one step. CUDA 256, CPU 16.")
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, le=2**20, description="Token budget of one step: small keeps decoding smooth, large prefills faster."
+        None,
+        ge=1,
+        le=2**20,
+        description="Token budget of one step: small keeps decoding smooth, large prefills faster.",
     )
     batching: Literal["continuous"] = "continuous"
     policy: Literal["fcfs"] = "fcfs"

@@ -26,6 +26,7 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_recompute_tokens: int = 0  # tokens that had been computed before the last preemption
     last_scheduled_step: int = -1
     scheduled_time: float | None = None
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from backend.request import FinishReason
 from backend.sampling_params import SamplingParams
+
+StepKind = Literal["prefill", "decode", "recompute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class SchedulerOutput:
     new_requests: list[NewRequestData]
     cached_requests: list[CachedRequestData]
     num_scheduled_tokens: dict[str, int]  # request_id -> tokens to run in this step
-    num_prefill_tokens: int  # of those, prompt tokens and recomputed ones
+    kinds: dict[str, StepKind]  # request_id -> what those tokens are
     finished_request_ids: list[str]  # since the last step: the worker forgets them
     preempted_request_ids: list[str]  # in this step: likewise
 

@@ -51,9 +51,13 @@ class PromptsSource(Settings):
     """Text prompts: the built-in 16, a list, or a JSONL file with one prompt per line in `field`."""
 
     kind: Literal["prompts"] = "prompts"
-    prompts: tuple[str, ...] | None = Field(None, strict=False, description="Prompts given in place of the built-in set.")
+    prompts: tuple[str, ...] | None = Field(
+        None, strict=False, description="Prompts given in place of the built-in set."
+    )
     file: str | None = Field(None, description="Path of a JSONL file.")
-    field: str = Field("prompt", min_length=1, description="Key of the prompt in each line; a list's first item is used.")
+    field: str = Field(
+        "prompt", min_length=1, description="Key of the prompt in each line; a list's first item is used."
+    )
     limit: int | None = Field(None, ge=1, description="Use the first so many.")
     chat: bool = Field(True, description="Apply the model's chat template.")
 

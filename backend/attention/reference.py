@@ -1,0 +1,25 @@
+"""Attention through the plain-torch references: the CPU path, and the CUDA path until kernels replace it."""
+
+from __future__ import annotations
+
+from kernels.reference.paged_attention import paged_attention
+from kernels.reference.store_kv_cache import store_kv_cache
+from torch import Tensor
+
+from backend.attention.metadata import AttentionMetadata, LayerCache
+
+
+class ReferenceAttention:
+    def write(self, key: Tensor, value: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata) -> None:
+        store_kv_cache(key, value, layer_cache.key_cache, layer_cache.value_cache, metadata.slot_mapping)
+
+    def forward(self, query: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata, scale: float) -> Tensor:
+        return paged_attention(
+            query,
+            layer_cache.key_cache,
+            layer_cache.value_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            scale,
+        )

@@ -1,0 +1,218 @@
+"""`EngineHost`: the one thread that owns the device, and the way in for everybody else.
+
+Commands go in by queue and run between steps. Readers see immutable values that the thread has put in place.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from backend.config import EngineConfig
+from backend.errors import EngineError, RequestError, ServeLabError
+from backend.metrics.stats import MemoryUse, Phase, StatsSink
+from backend.sampling_params import SamplingParams
+from backend.workload.targets import StreamEvent
+
+if TYPE_CHECKING:
+    from backend.engine.loading import EngineInfo, LoadedEngine
+    from backend.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+HostState = Literal["empty", "loading", "ready", "failed", "closed"]
+EventListener = Callable[[StreamEvent], None]
+T = TypeVar("T")
+
+
+class EngineHost:
+    """One engine at a time. Every method may be called from any thread but the host's own."""
+
+    def __init__(self) -> None:
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._loaded: LoadedEngine | None = None
+        self._config: EngineConfig | None = None
+        self._listeners: dict[str, EventListener] = {}
+        self._state: HostState = "empty"
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop, name="servelab-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def state(self) -> HostState:
+        return self._state
+
+    @property
+    def info(self) -> EngineInfo | None:
+        loaded = self._loaded
+        return loaded.info if loaded else None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._require().tokenizer
+
+    def load(self, config: EngineConfig, on_phase: Callable[[Phase], None] = lambda phase: None) -> EngineInfo:
+        """Make `config` the loaded one and wait for it. The old engine is closed first; an equal config changes nothing.
+
+        Raises `ServeLabError` of any kind that explains why it cannot be loaded; the host is then empty.
+        """
+        return self._call(lambda: self._load(config, on_phase))
+
+    def submit(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        on_event: EventListener,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Queue a request; `on_event` is called on the host's thread and must return at once.
+
+        Raises `RequestError` for one that could never be served, `EngineError` when no model is loaded.
+        """
+        arrival = time.perf_counter() if arrival_time is None else arrival_time
+        self._require().engine.check_request(token_ids, sampling)
+        self._commands.put(lambda: self._add(request_id, token_ids, sampling, on_event, arrival))
+
+    def abort(self, request_id: str) -> None:
+        """Ask for a request's end; one that is unknown or over is ignored."""
+        self._commands.put(lambda: self._abort(request_id))
+
+    def set_sink(self, sink: StatsSink | None) -> None:
+        """Send step records to `sink` from the next step on; the old sink has all of its own when this returns."""
+        self._call(lambda: self._require().engine.set_sink(sink))
+
+    def reset_peak_memory(self) -> None:
+        self._call(lambda: self._require().engine.executor.reset_peak())
+
+    def memory(self) -> MemoryUse:
+        """What the engine holds now; zeros when nothing is loaded."""
+        loaded = self._loaded
+        return loaded.engine.executor.memory() if loaded else MemoryUse(0, 0, None, None)
+
+    def close(self) -> None:
+        """End all requests, free the device, end the thread. Safe to call twice."""
+        if self._thread.is_alive():
+            self._commands.put(self._begin_close)
+            self._thread.join()
+
+    def _require(self) -> LoadedEngine:
+        loaded = self._loaded
+        if loaded is None:
+            raise EngineError(f"no model is loaded (the engine is {self._state})")
+        return loaded
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Run `function` on the host's thread and hand back what it returns or raises."""
+        if not self._thread.is_alive():
+            raise EngineError("the engine is closed")
+        future: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._commands.put(command)
+        return future.result()
+
+    # Everything below runs on the host's thread.
+
+    def _loop(self) -> None:
+        while not self._closing:
+            self._run_commands()
+            loaded = self._loaded
+            if loaded is not None and loaded.engine.has_unfinished_requests():
+                self._step(loaded)
+        self._unload("the engine was closed")
+        self._state = "closed"
+        self._run_commands(wait=False)  # nobody may be left waiting for an answer
+
+    def _run_commands(self, wait: bool = True) -> None:
+        """All commands that are there; with nothing to step, wait for the first."""
+        loaded = self._loaded
+        idle = wait and not (loaded is not None and loaded.engine.has_unfinished_requests())
+        try:
+            while True:
+                command = self._commands.get(block=idle)
+                idle = False
+                command()
+        except Empty:
+            return
+
+    def _step(self, loaded: LoadedEngine) -> None:
+        try:
+            events = loaded.engine.step()
+        except Exception as error:
+            logger.exception("the engine failed in a step")
+            reason = str(error) if isinstance(error, ServeLabError) else f"{type(error).__name__}: {error}"
+            del error  # its traceback holds the step's tensors
+            self._unload(f"the engine failed in a step: {reason}")
+            self._state = "failed"
+            return
+        for event in events:
+            self._deliver(event)
+
+    def _deliver(self, event: StreamEvent) -> None:
+        listener = self._listeners[event.request_id]
+        if event.finish_reason is not None:
+            del self._listeners[event.request_id]
+        try:
+            listener(event)
+        except Exception:
+            logger.exception("a listener failed on request %s", event.request_id)
+
+    def _load(self, config: EngineConfig, on_phase: Callable[[Phase], None]) -> EngineInfo:
+        from backend.engine.loading import load_engine  # torch comes in here, and not before
+
+        if self._loaded is not None and self._config == config:
+            return self._loaded.info
+        self._unload("another model was loaded")
+        self._state = "loading"
+        try:
+            self._loaded = load_engine(config, on_phase)
+        except BaseException:
+            self._state = "empty"
+            raise
+        self._config = config
+        self._state = "ready"
+        return self._loaded.info
+
+    def _unload(self, reason: str) -> None:
+        """Fail what is in flight and let go of the engine, its sink served to the end."""
+        for request_id in list(self._listeners):
+            event = StreamEvent(request_id, time.perf_counter(), (), "", finish_reason="error", error=reason)
+            self._deliver(event)
+        loaded, self._loaded, self._config = self._loaded, None, None
+        if loaded is not None:
+            self._state = "empty"
+            loaded.engine.set_sink(None)
+            loaded.engine.executor.shutdown()
+            del loaded
+            gc.collect()
+
+    def _add(
+        self, request_id: str, token_ids: list[int], sampling: SamplingParams, on_event: EventListener, arrival: float
+    ) -> None:
+        try:
+            self._require().engine.add_request(request_id, token_ids, sampling, arrival)
+        except (EngineError, RequestError) as error:
+            event = StreamEvent(request_id, time.perf_counter(), (), "", finish_reason="error", error=str(error))
+            on_event(event)
+            return
+        self._listeners[request_id] = on_event
+
+    def _abort(self, request_id: str) -> None:
+        event = self._loaded.engine.abort_request(request_id) if self._loaded else None
+        if event is not None:
+            self._deliver(event)
+
+    def _begin_close(self) -> None:
+        self._closing = True

@@ -1,0 +1,167 @@
+"""`LLMEngine`: the step loop. schedule -> execute -> update, and the records of each step."""
+
+from __future__ import annotations
+
+import time
+
+from backend.config import EngineConfig
+from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
+from backend.core.output import SchedulerOutput
+from backend.core.scheduler import Scheduler
+from backend.engine.output_processor import OutputProcessor
+from backend.errors import EngineError, RequestError
+from backend.metrics.ledger import LEDGER_KIND, LedgerChunk, StepLedger
+from backend.metrics.stats import StatsSink, StepStats
+from backend.request import Request
+from backend.sampling_params import SamplingParams
+from backend.tokenizer import Tokenizer
+from backend.worker.executor import Executor
+from backend.workload.targets import StreamEvent
+
+
+class LLMEngine:
+    """Args:
+    config: fully resolved.
+    executor: has its model loaded and its KV cache initialized.
+    kv_groups: shapes of the model's KV.
+    vocab_size: ids a prompt may hold.
+    eos_token_ids: end a request unless it ignores them.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        kv_groups: list[KVGroupSpec],
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        cache, scheduler, model = config.cache, config.scheduler, config.model
+        if cache.num_blocks is None or scheduler.max_num_seqs is None or scheduler.max_num_batched_tokens is None:
+            raise EngineError("the engine needs a resolved config: cache.num_blocks or scheduler.* is not filled in")
+        if model.max_model_len is None:
+            raise EngineError("the engine needs a resolved config: model.max_model_len is not filled in")
+        self.executor = executor
+        self.scheduler = Scheduler(
+            KVCacheManager(cache.num_blocks, cache.block_size, kv_groups),
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=model.max_model_len,
+        )
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._output_processor = OutputProcessor(tokenizer)
+        self._sink: StatsSink | None = None
+        self._ledger = StepLedger()
+        self._step = 0
+
+    def check_request(self, token_ids: list[int], sampling: SamplingParams) -> None:
+        """Raise `RequestError` for a request that could never be served. Safe from any thread."""
+        limit = self.scheduler.max_model_len
+        if not token_ids:
+            raise RequestError("the prompt is empty: it must hold at least one token")
+        if len(token_ids) >= limit:
+            raise RequestError(
+                f"the prompt has {len(token_ids):,} tokens, but prompt and output together may have {limit:,} "
+                f"(model.max_model_len, cut to what the KV cache holds)"
+            )
+        highest, lowest = max(token_ids), min(token_ids)
+        if lowest < 0 or highest >= self._vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise RequestError(f"token id {wrong} is not in the vocabulary: ids go from 0 to {self._vocab_size - 1}")
+        for token_id in sampling.stop_token_ids:
+            if token_id >= self._vocab_size:
+                raise RequestError(
+                    f"stop_token_ids holds {token_id}, which is not in the vocabulary: ids go from 0 to {self._vocab_size - 1}"
+                )
+
+    def add_request(self, request_id: str, token_ids: list[int], sampling: SamplingParams, arrival_time: float) -> None:
+        """Queue a request that `check_request` has passed. Raises `RequestError` for an id already in use."""
+        if request_id in self.scheduler.requests:
+            raise RequestError(f"request id {request_id!r} is already in use by an unfinished request")
+        request = Request(request_id, token_ids, sampling, self._eos_token_ids, arrival_time)
+        self.scheduler.add_request(request)
+        self._output_processor.add_request(request)
+
+    def abort_request(self, request_id: str) -> StreamEvent | None:
+        """End a request; its last event, or None when it is unknown or already over."""
+        output = self.scheduler.abort_request(request_id)
+        return self._output_processor.process(output, time.perf_counter())[0] if output else None
+
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished_requests()
+
+    def set_sink(self, sink: StatsSink | None) -> None:
+        """Send the records of following steps to `sink`, numbered from 0; the old sink gets the rest of its ledger."""
+        self._emit_chunk(self._ledger.flush())
+        self._sink = sink
+        self._step = 0
+
+    def step(self) -> list[StreamEvent]:
+        """One iteration over the unfinished requests; what it yielded, in batch order."""
+        started = time.perf_counter()
+        scheduled = self.scheduler.schedule()
+        if not scheduled.num_scheduled_tokens and not scheduled.preempted_request_ids:
+            raise EngineError("no waiting request can be scheduled although the engine is idle")
+        for request_id in scheduled.num_scheduled_tokens:
+            request = self.scheduler.requests[request_id]
+            if request.scheduled_time is None:
+                request.scheduled_time = started
+        pool = self.scheduler.kv_cache_manager.pool
+        blocks = (pool.num_referenced_blocks, pool.num_evictable_blocks, pool.num_free_blocks)
+        schedule_done = time.perf_counter()
+        output = self.executor.execute(scheduled)
+        execute_done = time.perf_counter()
+        events = []
+        for request_output in self.scheduler.update_from_output(scheduled, output):
+            event, stopped = self._output_processor.process(request_output, execute_done)
+            if stopped:
+                self.scheduler.finish_request(event.request_id, "stop")
+            events.append(event)
+        self._record(scheduled, events, blocks, started, schedule_done, execute_done)
+        return events
+
+    def _record(
+        self,
+        scheduled: SchedulerOutput,
+        events: list[StreamEvent],
+        blocks: tuple[int, int, int],
+        started: float,
+        schedule_done: float,
+        execute_done: float,
+    ) -> None:
+        if self._sink is None:
+            return
+        total = scheduled.total_num_scheduled_tokens
+        decoded = sum(n for key, n in scheduled.num_scheduled_tokens.items() if scheduled.kinds[key] == "decode")
+        chunk = self._ledger.append(
+            self._step, [(key, n, scheduled.kinds[key]) for key, n in scheduled.num_scheduled_tokens.items()]
+        )
+        self._emit_chunk(chunk)
+        end = time.perf_counter()
+        self._sink.on_step(
+            StepStats(
+                step=self._step,
+                end_time=end,
+                duration_ms=(end - started) * 1e3,
+                schedule_ms=(schedule_done - started) * 1e3,
+                execute_ms=(execute_done - schedule_done) * 1e3,
+                process_ms=(end - execute_done) * 1e3,
+                num_scheduled_requests=len(scheduled.num_scheduled_tokens),
+                num_prefill_tokens=total - decoded,
+                num_decode_tokens=decoded,
+                num_output_tokens=sum(len(event.token_ids) for event in events),
+                num_running=len(self.scheduler.running),
+                num_waiting=len(self.scheduler.waiting),
+                num_preempted=len(scheduled.preempted_request_ids),
+                num_referenced_blocks=blocks[0],
+                num_evictable_blocks=blocks[1],
+                num_free_blocks=blocks[2],
+            )
+        )
+        self._step += 1
+
+    def _emit_chunk(self, chunk: LedgerChunk | None) -> None:
+        if chunk is not None and self._sink is not None:
+            self._sink.on_chunk(LEDGER_KIND, chunk.data, chunk.first_step, chunk.last_step)

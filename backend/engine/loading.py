@@ -1,0 +1,132 @@
+"""From a config to an engine that is ready to serve: model, tokenizer, KV cache, and what was decided on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from backend.config import EngineConfig
+from backend.engine.llm_engine import LLMEngine
+from backend.errors import ConfigError
+from backend.metrics.stats import Phase
+from backend.models.dummy import DUMMY_SHAPES
+from backend.models.loader import LoadedModel
+from backend.models.model_config import DecoderConfig, load_decoder_config
+from backend.models.sources import ModelSource, resolve_source
+from backend.tokenizer import Tokenizer, load_tokenizer
+from backend.worker.executor import InProcessExecutor
+from backend.worker.model_runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What is loaded. `notices` say, a sentence each, where the engine decided otherwise than asked."""
+
+    resolved_config: EngineConfig
+    model: Mapping[str, Any]
+    load: Mapping[str, Any]
+    notices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    engine: LLMEngine
+    tokenizer: Tokenizer
+    info: EngineInfo
+
+
+def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> LoadedEngine:
+    """Load what `config` asks for, on the calling thread, which owns the device from then on.
+
+    Raises `ConfigError`, `ModelError` or `CapacityError`; nothing stays on the device then.
+    """
+    started = time.perf_counter()
+    on_phase(Phase("loading"))
+    source = resolve_source(config.model.name)
+    decoder_config = _read_decoder_config(source)
+    _check(config, source, decoder_config.max_position_embeddings)
+    device = _device(config)
+    resolved = config.resolve(device=device, max_model_len=decoder_config.max_position_embeddings)
+    tokenizer = load_tokenizer(source)
+    runner = ModelRunner(resolved)
+    try:
+        loaded = runner.load_model(
+            source, lambda done, total: on_phase(Phase("loading", done / 2**20, total / 2**20, "MiB"))
+        )
+        num_blocks = runner.determine_num_blocks()
+        resolved, notices = _fit_to_pool(config, resolved, num_blocks)
+        assert resolved.model.max_model_len is not None
+        runner.initialize_kv_cache(num_blocks, resolved.model.max_model_len)
+    except BaseException:
+        runner.shutdown()
+        raise
+    eos_token_ids = decoder_config.eos_token_ids | tokenizer.eos_token_ids
+    engine = LLMEngine(
+        resolved, InProcessExecutor(runner), tokenizer, [runner.kv_group], decoder_config.vocab_size, eos_token_ids
+    )
+    memory = runner.memory()
+    info = EngineInfo(
+        resolved_config=resolved,
+        model=_describe_model(source, loaded),
+        load={
+            "total_seconds": time.perf_counter() - started,
+            "weights_seconds": loaded.load_seconds,
+            "weights_bytes": loaded.weights_bytes,
+            "kv_cache_bytes": memory.kv_cache_bytes,
+            "kv_bytes_per_token": runner.kv_group.bytes_per_token,
+            "num_blocks": num_blocks,
+        },
+        notices=(*loaded.notices, *notices),
+    )
+    return LoadedEngine(engine, tokenizer, info)
+
+
+def _read_decoder_config(source: ModelSource) -> DecoderConfig:
+    if source.path is not None:
+        return load_decoder_config(source.path)
+    return DUMMY_SHAPES[source.shape or ""]
+
+
+def _device(config: EngineConfig) -> Any:
+    if config.model.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device = 'cuda', but torch finds no CUDA device here; allowed: 'auto', 'cpu'")
+    if config.model.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.model.device
+
+
+def _check(config: EngineConfig, source: ModelSource, model_context: int) -> None:
+    asked = config.model.max_model_len
+    if asked is not None and asked > model_context:
+        raise ConfigError(
+            f"model.max_model_len = {asked:,} is above the context of {source.name}, {model_context:,} tokens"
+        )
+    if config.model.revision is not None:
+        raise ConfigError(
+            f"model.revision = {config.model.revision!r}: {source.name} is a local model and has no revisions"
+        )
+
+
+def _fit_to_pool(config: EngineConfig, resolved: EngineConfig, num_blocks: int) -> tuple[EngineConfig, tuple[str, ...]]:
+    """Cut the longest request to what the pool can hold, so that any admitted request can finish by itself."""
+    assert resolved.model.max_model_len is not None
+    capacity = num_blocks * resolved.cache.block_size
+    length = min(resolved.model.max_model_len, capacity)
+    notices = ()
+    if length < resolved.model.max_model_len:
+        wanted = "asked for" if config.model.max_model_len else "the model's own"
+        notices = (
+            f"model.max_model_len is {length:,} tokens instead of {resolved.model.max_model_len:,} ({wanted}): "
+            f"the KV cache of {num_blocks:,} blocks holds no more.",
+        )
+    return resolved.with_overrides({"cache.num_blocks": num_blocks, "model.max_model_len": length}), notices
+
+
+def _describe_model(source: ModelSource, loaded: LoadedModel) -> dict[str, Any]:
+    described = asdict(loaded.config)
+    described["eos_token_ids"] = sorted(loaded.config.eos_token_ids)
+    return {"name": source.name, "num_parameters": loaded.num_parameters, **described}

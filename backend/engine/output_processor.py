@@ -1,0 +1,71 @@
+"""`OutputProcessor`: a step's ids to what a client receives: text without split characters or stop strings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backend.core.output import RequestOutput
+from backend.detokenizer import StopStringFilter, TokenStream
+from backend.request import Request
+from backend.tokenizer import Tokenizer
+from backend.workload.targets import StreamEvent
+
+
+@dataclass(slots=True)
+class _TextState:
+    request: Request
+    stream: TokenStream
+    stop_filter: StopStringFilter
+
+
+class OutputProcessor:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._states: dict[str, _TextState] = {}
+
+    def add_request(self, request: Request) -> None:
+        stop_filter = StopStringFilter(request.sampling_params.stop)
+        self._states[request.request_id] = _TextState(request, self._tokenizer.new_stream(), stop_filter)
+
+    def process(self, output: RequestOutput, time: float) -> tuple[StreamEvent, bool]:
+        """The event for a client, and whether a stop string has ended a request that the scheduler still runs.
+
+        An event with a `finish_reason` is a request's last, and the processor forgets it.
+        """
+        state = self._states[output.request_id]
+        request = state.request
+        text, stopped = self._push(state, output.new_token_ids)
+        finish_reason = output.finish_reason
+        ended_by_text = stopped and finish_reason != "error"
+        if ended_by_text:
+            finish_reason = "stop"
+        elif finish_reason is not None:
+            text += self._flush(state)
+        if finish_reason is None:
+            event = StreamEvent(output.request_id, time, tuple(output.new_token_ids), text)
+            return event, False
+        del self._states[output.request_id]
+        event = StreamEvent(
+            request_id=output.request_id,
+            time=time,
+            token_ids=tuple(output.new_token_ids),
+            text=text,
+            finish_reason=finish_reason,
+            error=output.error,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            scheduled_time=request.scheduled_time,
+        )
+        return event, ended_by_text and output.finish_reason is None
+
+    def _push(self, state: _TextState, token_ids: list[int]) -> tuple[str, bool]:
+        delta = state.stream.push(token_ids)
+        if state.request.num_output_tokens < state.request.sampling_params.min_tokens:
+            return delta, False  # too early to stop: a stop string counts only if it lies behind min_tokens
+        return state.stop_filter.push(delta)
+
+    def _flush(self, state: _TextState) -> str:
+        """What was held back: the text of an unfinished character, and what might have begun a stop string."""
+        released, stopped = state.stop_filter.push(state.stream.flush())
+        return released if stopped else released + state.stop_filter.flush()

@@ -1,0 +1,294 @@
+"""`RunQueue`: one run after another on one engine, each from its model's download to its summary."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from backend.config import EngineConfig
+from backend.errors import ConfigError, EngineError, ServeLabError
+from backend.experiments.runner import WorkloadResult, run_workload
+from backend.metrics.environment import environment
+from backend.metrics.gpu_monitor import TelemetrySampler
+from backend.metrics.live import LiveRun, LiveSnapshot
+from backend.metrics.sinks import PeakSink, SinkGroup
+from backend.metrics.stats import MemoryUse, Phase, RunEnd, RunStart, StatsSink, summarize
+from backend.workload.datasets import build_requests, build_warmup_requests, count_requests, prompts_digest
+from backend.workload.spec import Workload
+from backend.workload.targets import Target
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_INTERVAL_S = 1.0
+
+ProgressCallback = Callable[[str, float, float, str], None]  # what, done, total, unit
+
+
+class LoadedInfo(Protocol):
+    """What a run stores about the loaded engine."""
+
+    @property
+    def resolved_config(self) -> EngineConfig: ...
+    @property
+    def model(self) -> Mapping[str, Any]: ...
+    @property
+    def load(self) -> Mapping[str, Any]: ...
+    @property
+    def notices(self) -> tuple[str, ...]: ...
+
+
+class RunHost(Protocol):
+    """What the queue needs of `EngineHost`."""
+
+    @property
+    def state(self) -> str: ...
+    def load(self, config: EngineConfig, on_phase: Callable[[Phase], None]) -> LoadedInfo: ...
+    def set_sink(self, sink: StatsSink | None) -> None: ...
+    def memory(self) -> MemoryUse: ...
+    def reset_peak_memory(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Job:
+    run_id: int
+    config: EngineConfig
+    workload: Workload
+    live: LiveRun
+    peaks: PeakSink
+    sinks: SinkGroup
+    problem: ConfigError | None  # found when it was submitted; it ends the run as soon as that is taken up
+    cancel: threading.Event = field(default_factory=threading.Event)
+
+
+class _Cancelled(Exception):
+    """Leaves a download or a load from within its progress callback."""
+
+
+class RunQueue:
+    """Runs what is submitted, in order, on a thread of its own. Every method may be called from any thread.
+
+    A run outlives whoever submitted it: it belongs to the queue and its sinks. Its phases are "queued", "pulling",
+    "loading", "warming up", "running" and "writing". Whatever happens, each of its sinks gets exactly one `on_run_end`.
+
+    Args:
+        host: the engine, of which the queue is the only one to load models.
+        ensure_model: makes a model's files available, by default `backend.models.sources.ensure_model`.
+        make_target: gives the target of the loaded engine, by default an `InProcessTarget`.
+    """
+
+    def __init__(
+        self,
+        host: RunHost,
+        *,
+        ensure_model: Callable[[str, ProgressCallback], object] | None = None,
+        make_target: Callable[[Any], Target] | None = None,
+    ) -> None:
+        self._host = host
+        self._ensure_model = ensure_model or _ensure_model
+        self._make_target = make_target or _in_process_target
+        self._changed = threading.Condition()
+        self._queued: dict[int, _Job] = {}
+        self._active: _Job | None = None
+        self._last: _Job | None = None
+        self._pending: set[int] = set()  # queued, active, or about to be reported as ended
+        self._ends: dict[int, RunEnd] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name="servelab-runs", daemon=True)
+        self._thread.start()
+
+    def submit(self, run_id: int, config: EngineConfig, workload: Workload, sinks: Sequence[StatsSink]) -> None:
+        """Queue a run and return at once. Raises `EngineError` for a run id already known, or once closed."""
+        num_requests, problem = 0, None
+        try:
+            num_requests = count_requests(workload)
+        except ConfigError as error:
+            problem = error
+        live, peaks = LiveRun(run_id, num_requests), PeakSink()
+        # The live view comes last: once it says "finished", the other sinks have the whole run.
+        job = _Job(run_id, config, workload, live, peaks, SinkGroup((peaks, *sinks, live)), problem)
+        with self._changed:
+            if self._closed:
+                raise EngineError("ServeLab is shutting down; no run can be started")
+            if run_id in self._pending or run_id in self._ends:
+                raise EngineError(f"run #{run_id} was already submitted")
+            self._pending.add(run_id)
+            self._queued[run_id] = job
+            self._changed.notify_all()
+
+    def cancel(self, run_id: int) -> bool:
+        """Ask for a run's end; False when it is not queued or running. One still queued has ended when this returns."""
+        with self._changed:
+            if self._active is not None and self._active.run_id == run_id:
+                self._active.cancel.set()
+                return True
+            job = self._queued.pop(run_id, None)
+            if job is None:
+                return False
+        self._finish(job, RunEnd("cancelled", time.perf_counter()))
+        return True
+
+    def live(self, run_id: int | None = None) -> LiveSnapshot | None:
+        """A run as it stands: by default the active one, or else the next, or else the last that ended.
+
+        None for a run that is neither queued nor active nor the last one.
+        """
+        with self._changed:
+            if run_id is None:
+                job = self._active or next(iter(self._queued.values()), None) or self._last
+            else:
+                known = (self._active, self._queued.get(run_id), self._last)
+                job = next((job for job in known if job is not None and job.run_id == run_id), None)
+        return job.live.snapshot() if job is not None else None
+
+    def queued(self) -> tuple[int, ...]:
+        """Runs that wait for their turn, the next one first."""
+        with self._changed:
+            return tuple(self._queued)
+
+    def wait(self, run_id: int, timeout: float | None = None) -> RunEnd | None:
+        """Wait until a run has ended and its sinks know; None after `timeout` seconds, or for an unknown run at once."""
+        with self._changed:
+            self._changed.wait_for(lambda: run_id not in self._pending, timeout)
+            return self._ends.get(run_id)
+
+    def close(self) -> None:
+        """Cancel everything and wait for the ends. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            run_ids = list(self._queued)
+            if self._active is not None:
+                self._active.cancel.set()
+            self._changed.notify_all()
+        for run_id in run_ids:
+            self.cancel(run_id)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _loop(self) -> None:
+        while (job := self._take()) is not None:
+            self._finish(job, self._run(job))
+
+    def _take(self) -> _Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queued or self._closed)
+            if self._closed:
+                return None  # `close` ends what is still queued
+            run_id = next(iter(self._queued))
+            self._active = self._queued.pop(run_id)
+            return self._active
+
+    def _finish(self, job: _Job, end: RunEnd) -> None:
+        job.sinks.on_run_end(end)
+        with self._changed:
+            self._pending.discard(job.run_id)
+            self._ends[job.run_id] = end
+            self._last = job
+            if self._active is job:
+                self._active = None
+            self._changed.notify_all()
+
+    def _run(self, job: _Job) -> RunEnd:
+        """From download to summary. Whatever goes wrong becomes the run's end."""
+        try:
+            return self._execute(job)
+        except _Cancelled:
+            return RunEnd("cancelled", time.perf_counter())
+        except ServeLabError as error:
+            return RunEnd("failed", time.perf_counter(), error=str(error))
+        except Exception as error:
+            logger.exception("run #%d failed", job.run_id)
+            return RunEnd("failed", time.perf_counter(), error=f"{type(error).__name__}: {error}")
+
+    def _execute(self, job: _Job) -> RunEnd:
+        if job.problem is not None:
+            raise job.problem
+        info = self._prepare(job)
+        vocab_size = info.model.get("vocab_size")
+        warmup = build_warmup_requests(job.workload, vocab_size)
+        requests = build_requests(job.workload, vocab_size)
+        self._host.reset_peak_memory()
+        job.sinks.on_run_start(
+            RunStart(
+                start_time=time.perf_counter(),
+                resolved_config=info.resolved_config.to_dict(),
+                environment=environment(info.resolved_config.kernels.cpu_threads),
+                load={**info.load, "model": dict(info.model), "prompts_sha256": prompts_digest(requests)},
+                notices=info.notices,
+                cache_state={"state": "cold", "num_cached_tokens": 0},
+                num_requests=len(requests),
+            )
+        )
+        sampler = TelemetrySampler(SAMPLE_INTERVAL_S, self._host.memory, job.sinks.on_sample)
+        self._host.set_sink(job.sinks)
+        sampler.start()
+        try:
+            result = run_workload(
+                job.workload,
+                self._make_target(self._host),
+                job.sinks,
+                warmup=warmup,
+                requests=requests,
+                cancel=job.cancel,
+                name=f"run{job.run_id}",
+                target_failure=self._host_failure,
+            )
+        finally:
+            with suppress(EngineError):  # an engine that failed has already let go of its sink
+                self._host.set_sink(None)
+            sampler.stop()
+        return self._summarize(job, result)
+
+    def _prepare(self, job: _Job) -> LoadedInfo:
+        """Model files, then the engine. A cancel takes effect at the next sign of progress."""
+
+        def on_phase(phase: Phase) -> None:
+            if job.cancel.is_set():
+                raise _Cancelled
+            job.sinks.on_phase(phase)
+
+        def on_progress(what: str, done: float, total: float, unit: str) -> None:
+            on_phase(Phase("pulling", done, total, unit) if total else Phase("pulling"))
+
+        on_phase(Phase("pulling"))
+        self._ensure_model(job.config.model.name, on_progress)
+        on_phase(Phase("loading"))
+        info = self._host.load(job.config, on_phase)
+        if job.cancel.is_set():
+            raise _Cancelled
+        return info
+
+    def _summarize(self, job: _Job, result: WorkloadResult) -> RunEnd:
+        job.sinks.on_phase(Phase("writing"))
+        status, error = result.status, result.error
+        if status == "finished" and error is not None and self._host_failure() is not None:
+            # Requests that the dying engine took down make a failed run even where others had finished.
+            status = "failed"
+        job.peaks.add_memory(self._host.memory().peak_memory_bytes)
+        summary = summarize(
+            result.requests,
+            slo_limits=job.workload.slo.limits,
+            kv_cache_usage_max=job.peaks.kv_cache_usage,
+            peak_memory_bytes=job.peaks.memory_bytes,
+        )
+        return RunEnd(status, time.perf_counter(), summary if summary.num_requests else None, error)
+
+    def _host_failure(self) -> str | None:
+        state = self._host.state
+        return None if state == "ready" else f"the engine stopped answering (it is {state})"
+
+
+def _ensure_model(name: str, on_progress: ProgressCallback) -> object:
+    from backend.models.sources import ensure_model
+
+    return ensure_model(name, on_progress)
+
+
+def _in_process_target(host: Any) -> Target:
+    from backend.engine.in_process_target import InProcessTarget
+
+    return InProcessTarget(host)

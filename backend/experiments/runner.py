@@ -1,0 +1,224 @@
+"""Drives a `Target` with a workload and builds the records of its requests.
+
+An open loop (all at once, constant, Poisson) sends every request at its planned time, however far the target is behind.
+A closed loop sends the next request at the moment an earlier one ended. A request's `arrival_time` is that planned moment
+and not the moment of sending, so whatever waiting there is, here or in the target, counts as queueing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Literal
+
+from backend.errors import EngineError, ServeLabError
+from backend.experiments.flight import Flight
+from backend.metrics.stats import Phase, RequestStats, StatsSink
+from backend.workload.datasets import WorkloadRequest
+from backend.workload.spec import ClosedLoop, Workload
+from backend.workload.targets import Target
+
+POLL_S = 0.1  # how soon a cancel is seen
+REPORT_S = 0.1  # between two progress reports
+ABORT_TIMEOUT_S = 10.0  # how long a cancelled run waits for the last events of its requests
+FAILURE_TIMEOUT_S = 1.0  # the same when the target has failed, which may have told only some of them
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadResult:
+    """How a workload went.
+
+    `finished`: all requests ended and one at least succeeded; where others failed, say by logits that are not finite,
+    `error` counts them and quotes the first. `failed`: no request succeeded (`error` quotes the first), or the target
+    could not go on (`error` says why).
+    `cancelled`: `cancel` was set before the last request ended.
+    """
+
+    status: Literal["finished", "failed", "cancelled"]
+    error: str | None
+    requests: tuple[RequestStats, ...]  # in the order in which they ended, warm-up included
+
+
+def run_workload(
+    workload: Workload,
+    target: Target,
+    sink: StatsSink,
+    *,
+    warmup: Sequence[WorkloadRequest],
+    requests: Sequence[WorkloadRequest],
+    cancel: threading.Event,
+    name: str = "run",
+    target_failure: Callable[[], str | None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+    wait: Callable[[float], object] | None = None,
+) -> WorkloadResult:
+    """Run the warm-up, then the measured requests; returns when all have ended, or within seconds after `cancel`.
+
+    Args:
+        workload: for its arrivals.
+        target: serves the requests.
+        sink: gets phases ("warming up", "running" n of N) and every request's record as it ends.
+        warmup: sent at once, waited for, flagged.
+        requests: sent as `workload.arrivals` says.
+        cancel: aborts what is in flight and waits for it.
+        name: start of all request ids, which must be unlike those of other users of the target.
+        target_failure: why the target will deliver nothing more, or None; asked while nothing ends.
+        clock: `time.perf_counter` unless a test has its own.
+        wait: called with seconds in place of blocking until a request ends, for a test's clock to move on in.
+    """
+    driver = _Driver(target, sink, cancel, name, target_failure, clock, wait)
+    try:
+        if warmup:
+            driver.drive("warming up", warmup, warmup=True)
+        if not driver.must_stop:
+            concurrency = workload.arrivals.concurrency if isinstance(workload.arrivals, ClosedLoop) else None
+            driver.drive("running", requests, concurrency=concurrency)
+    finally:
+        driver.abort_all()
+    return driver.result()
+
+
+class _Driver:
+    def __init__(
+        self,
+        target: Target,
+        sink: StatsSink,
+        cancel: threading.Event,
+        name: str,
+        target_failure: Callable[[], str | None],
+        clock: Callable[[], float],
+        wait: Callable[[float], object] | None,
+    ) -> None:
+        self._target = target
+        self._sink = sink
+        self._cancel = cancel
+        self._name = name
+        self._target_failure = target_failure
+        self._clock = clock
+        self._wait = wait
+        self._in_flight: dict[str, Flight] = {}
+        self._ended: SimpleQueue[Flight] = SimpleQueue()
+        self._stats: list[RequestStats] = []
+        self._failure: str | None = None
+        self._complete = False  # all measured requests have been sent and have ended
+
+    def drive(
+        self, phase: str, requests: Sequence[WorkloadRequest], *, warmup: bool = False, concurrency: int | None = None
+    ) -> None:
+        """Send the requests as they fall due and record them as they end, until all have or the run must stop."""
+        progress = _Progress(self._sink, self._clock, phase, len(requests))
+        start = self._clock()
+        waiting = deque(requests)
+        # When each free slot of a closed loop became free; an open loop has none and needs none.
+        slots = None if concurrency is None else deque([start] * concurrency)
+        while not self.must_stop and (waiting or self._in_flight):
+            due = _due(waiting[0], start, slots) if waiting else None
+            if due is not None and due <= self._clock():
+                stats = self._send(waiting.popleft(), due, warmup)
+                if slots is not None:
+                    slots.popleft()
+            else:
+                stats = self._next_end(POLL_S if due is None else min(POLL_S, due - self._clock()))
+            if stats is not None:
+                progress.add()
+                if slots is not None:
+                    slots.append(stats.finish_time)
+        if not warmup:
+            self._complete = not waiting and not self._in_flight
+
+    def abort_all(self) -> None:
+        """Abort what is in flight; what does not end in time is recorded as it stands."""
+        for request_id in list(self._in_flight):
+            self._target.abort(request_id)
+        deadline = self._clock() + (ABORT_TIMEOUT_S if self._failure is None else FAILURE_TIMEOUT_S)
+        while self._in_flight and self._clock() < deadline:
+            self._next_end(POLL_S)
+        for flight in self._in_flight.values():
+            reason = "abort" if self._failure is None else "error"
+            self._record(flight.end(self._clock(), reason, self._failure))
+        self._in_flight.clear()
+
+    def result(self) -> WorkloadResult:
+        measured = [stats for stats in self._stats if not stats.warmup]
+        failed = [stats for stats in measured if stats.status == "failed"]
+        requests = tuple(self._stats)
+        if self._failure is not None:
+            return WorkloadResult("failed", self._failure, requests)
+        if not self._complete:
+            return WorkloadResult("cancelled", None, requests)
+        if failed and not any(stats.status == "finished" for stats in measured):
+            return WorkloadResult("failed", failed[0].error, requests)
+        error = f"{len(failed)} of {len(measured)} requests failed; the first: {failed[0].error}" if failed else None
+        return WorkloadResult("finished", error, requests)
+
+    @property
+    def must_stop(self) -> bool:
+        return self._cancel.is_set() or self._failure is not None
+
+    def _send(self, request: WorkloadRequest, arrival_time: float, warmup: bool) -> RequestStats | None:
+        """Submit a request; its record when it is refused at once."""
+        request_id = f"{self._name}-warmup-{request.index}" if warmup else f"{self._name}-{request.index}"
+        flight = Flight(request_id, request, warmup, arrival_time, self._ended)
+        try:
+            self._target.submit(request_id, request.prompt, request.sampling, flight.on_event, arrival_time)
+        except ServeLabError as error:
+            if isinstance(error, EngineError):
+                self._failure = str(error)
+            return self._record(flight.end(self._clock(), "error", str(error)))
+        self._in_flight[request_id] = flight
+        return None
+
+    def _next_end(self, timeout: float) -> RequestStats | None:
+        """Wait for a request to end; its record, or None when none did in time."""
+        try:
+            if self._wait is None:
+                flight = self._ended.get(timeout=max(0.0, timeout))
+            else:
+                if self._ended.empty():
+                    self._wait(max(0.0, timeout))
+                flight = self._ended.get_nowait()
+        except Empty:
+            failure = self._target_failure() if self._in_flight and self._failure is None else None
+            # Asked in this order: a target may have delivered ends and died since the wait.
+            if failure is not None and self._ended.empty():
+                self._failure = failure
+            return None
+        del self._in_flight[flight.request_id]
+        return self._record(flight.stats())
+
+    def _record(self, stats: RequestStats) -> RequestStats:
+        self._stats.append(stats)
+        self._sink.on_request_finished(stats)
+        return stats
+
+
+class _Progress:
+    """Reports a phase's progress: at once at both ends, and not more often than a page could show between them."""
+
+    def __init__(self, sink: StatsSink, clock: Callable[[], float], phase: str, total: int) -> None:
+        self._sink = sink
+        self._clock = clock
+        self._phase = phase
+        self._total = total
+        self._done = 0
+        self._report()
+
+    def add(self) -> None:
+        self._done += 1
+        if self._done == self._total or self._clock() - self._reported >= REPORT_S:
+            self._report()
+
+    def _report(self) -> None:
+        self._reported = self._clock()
+        self._sink.on_phase(Phase(self._phase, self._done, self._total))
+
+
+def _due(request: WorkloadRequest, start: float, slots: deque[float] | None) -> float | None:
+    """When a request should arrive; None while a closed loop has no slot for it."""
+    if slots is not None:
+        return slots[0] if slots else None
+    return start + (request.arrival_s or 0.0)

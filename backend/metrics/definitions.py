@@ -1,0 +1,106 @@
+"""Every figure of a run in words: label, unit, formula and where the clock is read. Shown beside the numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class MetricDefinition(NamedTuple):
+    label: str
+    unit: str  # "" for a plain count; "%" for a fraction, stored as 0…1
+    formula: str
+
+
+_FINISHED = "Finished requests only, warm-up left out."
+_CLOCK = "Clock: time.perf_counter() in this process, read when the engine hands an output to the client."
+
+DEFINITIONS: dict[str, MetricDefinition] = {
+    "num_requests": MetricDefinition(
+        "Requests", "", "Measured requests sent, however they ended; warm-up requests are left out."
+    ),
+    "num_failed": MetricDefinition(
+        "Failed requests",
+        "",
+        "Measured requests refused or ended by an error. They stretch the duration and enter no other figure.",
+    ),
+    "duration_s": MetricDefinition(
+        "Duration", "s", f"Last delivery or end − first arrival, over the measured requests. {_CLOCK}"
+    ),
+    "input_tokens": MetricDefinition("Input tokens", "tok", f"Σ prompt tokens, chat template included. {_FINISHED}"),
+    "output_tokens": MetricDefinition(
+        "Output tokens",
+        "tok",
+        "Σ tokens delivered, counted by id and not by re-tokenising the text; a final end-of-sequence or stop token is "
+        f"not delivered. {_FINISHED}",
+    ),
+    "output_throughput_tok_s": MetricDefinition(
+        "Output throughput", "tok/s", "Output tokens / duration; input tokens are not in it."
+    ),
+    "total_throughput_tok_s": MetricDefinition(
+        "Total throughput", "tok/s", "(Input tokens + output tokens) / duration."
+    ),
+    "request_throughput_req_s": MetricDefinition("Request throughput", "req/s", "Finished requests / duration."),
+    "goodput_req_s": MetricDefinition(
+        "Goodput",
+        "req/s",
+        "Finished requests that meet every limit set (TTFT ≤ limit, TPOT ≤ limit) / duration; nothing without limits. "
+        "A request that has no TPOT, such as one of a single token, cannot meet a TPOT limit.",
+    ),
+    "ttft_ms": MetricDefinition(
+        "Time to first token (TTFT)",
+        "ms",
+        "t(first delivery) − t(arrival) per request, which is queue + prefill. The arrival is the moment the workload "
+        f"planned, so waiting counts wherever it happens. {_FINISHED} {_CLOCK}",
+    ),
+    "queue_ms": MetricDefinition(
+        "Queue", "ms", f"t(start of the first step that ran any of its tokens) − t(arrival) per request. {_CLOCK}"
+    ),
+    "prefill_ms": MetricDefinition(
+        "Prefill",
+        "ms",
+        f"t(first delivery) − t(start of the first step that ran any of its tokens) per request. {_CLOCK}",
+    ),
+    "tpot_ms": MetricDefinition(
+        "Time per output token (TPOT)",
+        "ms",
+        "(t(last delivery) − t(first delivery)) / (output tokens − 1) per request, each request weighing the same; "
+        f"none for one token or one delivery. {_FINISHED} {_CLOCK}",
+    ),
+    "itl_ms": MetricDefinition(
+        "Inter-token latency (ITL)",
+        "ms",
+        "Gaps between a request's deliveries, pooled over all requests; a delivery of several tokens is one gap. "
+        f"{_FINISHED} {_CLOCK}",
+    ),
+    "e2el_ms": MetricDefinition(
+        "End-to-end latency (E2EL)", "ms", f"t(last delivery) − t(arrival) per request. {_FINISHED} {_CLOCK}"
+    ),
+    "kv_cache_usage_max": MetricDefinition(
+        "Peak KV usage",
+        "%",
+        "Max over measured steps of referenced / usable blocks, 0…1, as the pool stands after the step.",
+    ),
+    "preemptions": MetricDefinition(
+        "Preemptions", "", "Σ times a measured request lost its KV blocks and had to be computed again."
+    ),
+    "prefix_cache_hit_rate": MetricDefinition(
+        "Prefix cache hit rate",
+        "%",
+        "Prompt tokens found in the cache / prompt tokens looked up, counted once per request; nothing while prefix "
+        "caching is off.",
+    ),
+    "draft_acceptance_rate": MetricDefinition(
+        "Draft acceptance rate", "%", "Accepted / drafted tokens; nothing without speculation."
+    ),
+    "mean_acceptance_length": MetricDefinition(
+        "Mean acceptance length",
+        "tok",
+        "1 + accepted tokens / rounds, the bonus token included; nothing without speculation.",
+    ),
+    "peak_memory_bytes": MetricDefinition(
+        "Peak memory",
+        "bytes",
+        "The most device memory this process had allocated, or its resident set on the CPU: the larger of the engine's "
+        "own peak and the samples taken once a second.",
+    ),
+}

@@ -1,0 +1,106 @@
+"""A folder's safetensors files as one set of named, memory-mapped tensors."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from backend.errors import ModelError
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class Checkpoint:
+    """Names, shapes and tensors of `folder`'s model.safetensors, or of the parts its index names.
+
+    Use it as a context: the files stay mapped, and are read from the disk as their tensors are copied.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open and check all files. Raises `ModelError` naming the file that is missing, truncated or foreign."""
+        self._files = ExitStack()
+        self._locations: dict[str, tuple[Path, Any]] = {}  # tensor name -> (file, its safe_open handle)
+        try:
+            for path, expected in _parts(folder).items():
+                handle = self._open(path)
+                present = set(handle.keys())
+                if absent := sorted(expected - present):
+                    raise ModelError(f"{path}: lacks {absent[0]}, which {_INDEX_FILE} says it holds")
+                self._locations |= dict.fromkeys(expected or present, (path, handle))
+        except BaseException:
+            self._files.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._files.close()
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._locations)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._locations
+
+    def path(self, name: str) -> Path:
+        """The file that holds the tensor."""
+        return self._locations[name][0]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The stored dtype as torch names it. Raises `ModelError` for those that are not plain floats."""
+        stored = self._slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise ModelError(
+                f"{self.path(name)}: {name} has dtype {stored}, which is not supported; supported: {', '.join(_DTYPES)}"
+            )
+        return _DTYPES[stored]
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor, a view of the mapped file: nothing is read before it is copied. Read only."""
+        return self._locations[name][1].get_tensor(name)
+
+    def _slice(self, name: str) -> Any:
+        return self._locations[name][1].get_slice(name)
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return self._files.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except FileNotFoundError:
+            raise ModelError(f"{path} is missing, though {_INDEX_FILE} names it") from None
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path}: truncated, or not a safetensors file ({error})") from None
+
+
+def _parts(folder: Path) -> dict[Path, set[str]]:
+    """File -> the tensors to take from it; an empty set stands for all it holds."""
+    single, index = folder / _SINGLE_FILE, folder / _INDEX_FILE
+    if single.exists():
+        return {single: set()}
+    if not index.exists():
+        found = sorted(path.name for path in folder.glob("*") if path.suffix in {".bin", ".pt", ".pth", ".gguf"})
+        suffix = f" (it holds {', '.join(found)}: only safetensors are supported)" if found else ""
+        raise ModelError(f"{folder}: neither {_SINGLE_FILE} nor {_INDEX_FILE} is there{suffix}")
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        entries = {str(name): Path(file) for name, file in weight_map.items()}
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from None
+    parts: dict[Path, set[str]] = {}
+    for name, file in entries.items():
+        if file.name != str(file):
+            raise ModelError(f"{index}: {name} is said to be in {str(file)!r}, which is not a file of this folder")
+        parts.setdefault(folder / file, set()).add(name)
+    return parts

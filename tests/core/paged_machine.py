@@ -1,0 +1,134 @@
+"""A machine without a model: it keeps tokens where KV would be, and its next token is a hash of what it reads back.
+
+Reading through the block tables makes a misplaced, shared or recycled block show up as a wrong token, and `next_token` of the
+plain list is the oracle.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
+from backend.core.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
+from backend.core.scheduler import Scheduler
+from backend.request import Request
+from backend.sampling_params import SamplingParams
+
+VOCAB = 50_000
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    return zlib.crc32(repr(list(token_ids)).encode()) % VOCAB
+
+
+def generate(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids))
+    return token_ids[len(prompt) :]
+
+
+@dataclass
+class _Known:
+    token_ids: list[int]
+    blocks: list[int]
+
+
+@dataclass
+class PagedMachine:
+    num_blocks: int
+    block_size: int
+    known: dict[str, _Known] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.slots: list[int | None] = [None] * (self.num_blocks + 1) * self.block_size
+
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in (*scheduled.finished_request_ids, *scheduled.preempted_request_ids):
+            self.known.pop(request_id, None)
+        computed = {}
+        for new in scheduled.new_requests:
+            assert new.request_id not in self.known
+            self.known[new.request_id] = _Known(list(new.token_ids), list(new.block_ids[0]))
+            computed[new.request_id] = new.num_computed_tokens
+        for cached in scheduled.cached_requests:
+            self.known[cached.request_id].blocks.extend(cached.new_block_ids[0])
+            computed[cached.request_id] = cached.num_computed_tokens
+        assert set(computed) == set(scheduled.num_scheduled_tokens)
+        sampled = {}
+        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            state = self.known[request_id]
+            start, end = computed[request_id], computed[request_id] + num_tokens
+            for position in range(start, end):
+                self.slots[self._slot(state, position)] = state.token_ids[position]
+            if end == len(state.token_ids):
+                read = [self.slots[self._slot(state, position)] for position in range(end)]
+                token_id = next_token(read)  # type: ignore[arg-type]
+                state.token_ids.append(token_id)
+                sampled[request_id] = [token_id]
+        return ModelRunnerOutput(sampled)
+
+    def _slot(self, state: _Known, position: int) -> int:
+        block = state.blocks[position // self.block_size]
+        assert 1 <= block <= self.num_blocks
+        return block * self.block_size + position % self.block_size
+
+
+@dataclass
+class Lab:
+    """A scheduler over a `PagedMachine`, with every step checked."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 64
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        self.manager = KVCacheManager(self.num_blocks, self.block_size, [KVGroupSpec(1, 1, 1, 1)])
+        self.scheduler = Scheduler(
+            self.manager,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len or self.num_blocks * self.block_size,
+        )
+        self.machine = PagedMachine(self.num_blocks, self.block_size)
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}
+        self.steps: list[SchedulerOutput] = []
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **sampling: object) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+        request = Request(request_id, list(prompt), params, frozenset(), 0.0)
+        self.scheduler.add_request(request)
+        self.tokens[request_id] = []
+        return request
+
+    def step(self) -> list[RequestOutput]:
+        scheduled = self.scheduler.schedule()
+        self.steps.append(scheduled)
+        assert scheduled.total_num_scheduled_tokens <= self.max_num_batched_tokens
+        assert len(scheduled.num_scheduled_tokens) <= self.max_num_seqs
+        assert all(count > 0 for count in scheduled.num_scheduled_tokens.values())
+        self.manager.check_integrity()
+        outputs = self.scheduler.update_from_output(scheduled, self.machine.execute(scheduled))
+        self.manager.check_integrity()
+        for output in outputs:
+            self.take(output)
+        return outputs
+
+    def take(self, output: RequestOutput) -> None:
+        assert output.request_id not in self.finished, "a request ended twice"
+        self.tokens[output.request_id].extend(output.new_token_ids)
+        if output.finish_reason:
+            self.finished[output.request_id] = output.finish_reason
+
+    def run(self, limit: int = 10_000) -> dict[str, list[int]]:
+        for _ in range(limit):
+            if not self.scheduler.has_unfinished_requests():
+                assert self.manager.pool.num_free_blocks == self.num_blocks
+                return self.tokens
+            self.step()
+        raise AssertionError(f"not drained after {limit} steps")

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+
+from backend.sample.metadata import SamplingMetadata
+from backend.sample.sampler import Sampler
+from backend.sampling_params import SamplingParams
+
+
+def sample(logits: torch.Tensor, rows: list[dict[str, Any]], positions: list[int] | None = None) -> list[int]:
+    metadata = SamplingMetadata([SamplingParams(**row) for row in rows], positions or [0] * len(rows), [()] * len(rows))
+    return Sampler()(logits.float().clone(), metadata).token_ids
+
+
+def filtered(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+    """The target distribution by transformers' own processors, the oracle for filtering."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    scores = TemperatureLogitsWarper(temperature)(None, logits[None].double())
+    if top_k > 0:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    return scores.softmax(-1)[0]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, -1, 1.0), (0.7, -1, 1.0), (1.0, 5, 1.0), (1.3, -1, 0.8), (0.9, 12, 0.9), (1.0, 40, 1.0), (100.0, -1, 1.0)],
+)
+def test_draws_follow_the_filtered_distribution(temperature: float, top_k: int, top_p: float) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(24) * 2
+    expected = filtered(logits, temperature, top_k, top_p)
+    count = 8000
+    row = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    tokens = sample(logits.repeat(count, 1), [row] * count, list(range(count)))
+    counts = torch.bincount(torch.tensor(tokens), minlength=24)
+    kept = expected > 0
+    assert counts[~kept].sum() == 0, "a filtered token was drawn"
+    enough = kept & (expected * count >= 5)
+    observed, wanted = counts[enough].double(), expected[enough] * count
+    observed = torch.cat((observed, (count - observed.sum())[None]))
+    wanted = torch.cat((wanted, (count - wanted.sum())[None]))
+    if wanted[-1] < 1e-6:
+        observed, wanted = observed[:-1], wanted[:-1]
+    assert stats.chisquare(observed.numpy(), wanted.numpy(), sum_check=False).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("vocab_size", [8, 151_936])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_edge_values_side_by_side_in_one_batch(vocab_size: int, dtype: torch.dtype) -> None:
+    """DT-3: no NaN, no index past the vocabulary, and each row as if it were alone."""
+    torch.manual_seed(2)
+    rows = [
+        {"temperature": t, "top_p": p, "top_k": k}
+        for t in (0.0, 1e-8, 1e-4, 1.0, 100.0)
+        for p in (1e-9, 0.5, 1 - 1e-7, 1.0)
+        for k in (-1, 0, 1, vocab_size - 1, vocab_size, vocab_size + 10)
+    ][:: 1 if vocab_size == 8 else 7]
+    logits = torch.randn(len(rows), vocab_size).to(dtype)
+    tokens = sample(logits, rows)
+    assert all(0 <= token < vocab_size for token in tokens)
+    argmax = logits.float().argmax(-1).tolist()
+    for index, row in enumerate(rows):
+        if row["temperature"] <= 1e-8 or row["top_k"] == 1 or row["top_p"] == 1e-9:
+            assert tokens[index] == argmax[index]
+        assert tokens[index] == sample(logits[index : index + 1], [row])[0]
+
+
+def test_equal_logits_give_the_lowest_id_to_greedy_and_every_id_to_sampling() -> None:
+    logits = torch.zeros(400, 8)
+    assert set(sample(logits, [{"temperature": 0.0}] * 400)) == {0}
+    assert set(sample(logits, [{"temperature": 1.0, "seed": n} for n in range(400)])) == set(range(8))
+    assert sample(logits[:1], [{"temperature": 1.0, "top_k": 1}]) == [0]
+
+
+def test_extreme_logits_stay_finite() -> None:
+    logits = torch.tensor([[3e38, -3e38, 0.0, -math.inf]])
+    assert sample(logits, [{"temperature": 1e-4}]) == [0]
+    assert sample(logits, [{"temperature": 100.0}]) == [0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_is_named_and_its_neighbours_are_unharmed(bad: float) -> None:
+    logits = torch.randn(3, 16)
+    expected = logits.argmax(-1).tolist()
+    logits[1, 7] = bad
+    params = [SamplingParams(temperature=t) for t in (0.0, 1.0, 0.0)]
+    output = Sampler()(logits, SamplingMetadata(params, [0] * 3, [()] * 3))
+    assert output.finite == [True, False, True]
+    assert (output.token_ids[0], output.token_ids[2]) == (expected[0], expected[2])
+
+
+def test_banned_ids_are_never_chosen_and_banning_all_is_reported() -> None:
+    logits = torch.zeros(2, 4)
+    logits[:, 2] = 50.0
+    params = [SamplingParams(), SamplingParams(temperature=1.0)]
+    output = Sampler()(logits, SamplingMetadata(params, [0, 0], [(2,), (0, 1, 2)]))
+    assert output.token_ids == [0, 3]
+    output = Sampler()(torch.zeros(1, 2), SamplingMetadata(params[:1], [0], [(0, 1)]))
+    assert output.finite == [False]
