@@ -123,10 +123,12 @@ class _Driver:
                     slots.popleft()
             else:
                 stats = self._next_end(POLL_S if due is None else min(POLL_S, due - self._clock()))
-            if stats is not None:
-                progress.add()
-                if slots is not None:
-                    slots.append(stats.finish_time)
+            if stats is None:
+                progress.catch_up()
+                continue
+            progress.add()
+            if slots is not None:
+                slots.append(stats.finish_time)
         if not warmup:
             self._complete = not waiting and not self._in_flight
 
@@ -209,11 +211,18 @@ class _Progress:
 
     def add(self) -> None:
         self._done += 1
-        if self._done == self._total or self._clock() - self._reported >= REPORT_S:
+        if self._done == self._total:
+            self._report()
+        else:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Report what was held back, if it is time."""
+        if self._done != self._reported and self._clock() - self._reported_at >= REPORT_S:
             self._report()
 
     def _report(self) -> None:
-        self._reported = self._clock()
+        self._reported, self._reported_at = self._done, self._clock()
         self._sink.on_phase(Phase(self._phase, self._done, self._total))
 
 

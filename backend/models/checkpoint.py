@@ -95,9 +95,9 @@ def _parts(folder: Path) -> dict[Path, set[str]]:
         raise ModelError(f"{folder}: neither {_SINGLE_FILE} nor {_INDEX_FILE} is there{suffix}")
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        entries = {str(name): Path(file) for name, file in weight_map.items()}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from None
+        entries = {name: Path(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f'{index}: not a safetensors index; expected {{"weight_map": {{tensor: file}}}}') from None
     parts: dict[Path, set[str]] = {}
     for name, file in entries.items():
         if file.name != str(file):

@@ -14,13 +14,23 @@ T = TypeVar("T")
 
 
 class _BoundedReader(gguf.GGUFReader):
-    """`GGUFReader` reads past the end of the file as an empty array, which a damaged count turns into an endless loop."""
+    """`GGUFReader` takes what lies past the end of the file for empty arrays, and so works through any damaged count."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
-        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        self._check_end(int(offset) + np.dtype(dtype).itemsize * int(count))
+        return super()._get(offset, dtype, count, *args, **kwargs)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == gguf.GGUFValueType.ARRAY:
+            start = orig_offs + 12  # behind the elements' type and number
+            item_type = gguf.GGUFValueType(self._get(orig_offs, np.uint32)[0])
+            numpy_type = self.gguf_scalar_to_np.get(item_type, np.uint64)  # strings and arrays begin with their length
+            self._check_end(start + int(self._get(orig_offs + 4, np.uint64)[0]) * np.dtype(numpy_type).itemsize)
+        return super()._get_field_parts(orig_offs, raw_type)
+
+    def _check_end(self, end: int) -> None:
         if end > len(self.data):
             raise ValueError(f"{len(self.data):,} bytes, where at least {end:,} were expected")
-        return super()._get(offset, dtype, count, *args, **kwargs)
 
 
 class GGUFFile:

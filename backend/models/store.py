@@ -105,9 +105,10 @@ def building(name: str, on_wait: Callable[[], None]) -> Iterator[Path]:
     home = models_home()
     with _disk_errors(home):
         partial = home / ".partial" / name
-        partial.mkdir(parents=True, exist_ok=True)
-        with (home / ".partial" / f"{name}.lock").open("w") as lock:
+        (home / ".locks").mkdir(parents=True, exist_ok=True)
+        with (home / ".locks" / name).open("w") as lock:
             _acquire(lock.fileno(), on_wait)
+            partial.mkdir(parents=True, exist_ok=True)
             for stale in partial.iterdir():
                 shutil.rmtree(stale, ignore_errors=True)
             folder = Path(tempfile.mkdtemp(dir=partial))

@@ -1,0 +1,144 @@
+"""The tables: a run, and its requests, steps, telemetry samples and ledger chunks.
+
+Times of records are seconds since the run's start (`RunStart.start_time`, before the warm-up); wall time appears only in the
+three `*_at` columns of `runs`. Durations are in milliseconds where the name says `_ms`. What does not exist is NULL.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import BigInteger, ForeignKey, Index, Integer, LargeBinary, String
+from sqlalchemy.orm import Mapped, mapped_column
+
+from db.base import Base, FiniteFloat, ForeignText, Json, UtcDateTime
+
+# SQLite gives ids by itself only to a column declared exactly INTEGER.
+_ROW_ID = BigInteger().with_variant(Integer, "sqlite")
+
+
+def _run_key() -> Mapped[int]:
+    return mapped_column(ForeignKey("runs.run_id", ondelete="CASCADE"))
+
+
+class RunRow(Base):
+    """One experiment: what was asked, where it ran, how it went."""
+
+    __tablename__ = "runs"
+    # AUTOINCREMENT: the id of a deleted run is never given to another one, as links and notes may still name it.
+    __table_args__ = (Index(None, "status"), {"sqlite_autoincrement": True})
+
+    run_id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    status: Mapped[str] = mapped_column(String(16))  # a RunStatus
+    phase: Mapped[str | None] = mapped_column(ForeignText)  # what a run that is not over does now, in words
+    label: Mapped[str | None] = mapped_column(ForeignText)
+    notes: Mapped[str | None] = mapped_column(ForeignText)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    started_at: Mapped[datetime | None] = mapped_column(UtcDateTime)  # the zero of the records' times
+    ended_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    model: Mapped[str] = mapped_column(ForeignText)
+    config: Mapped[dict[str, Any]] = mapped_column(Json)  # as asked
+    resolved_config: Mapped[dict[str, Any] | None] = mapped_column(Json)  # as run
+    workload: Mapped[dict[str, Any]] = mapped_column(Json)
+    environment: Mapped[dict[str, Any] | None] = mapped_column(Json)
+    load: Mapped[dict[str, Any] | None] = mapped_column(Json)
+    notices: Mapped[list[str]] = mapped_column(Json)
+    cache_state: Mapped[dict[str, Any] | None] = mapped_column(Json)
+    summary: Mapped[dict[str, Any] | None] = mapped_column(Json)
+    error: Mapped[str | None] = mapped_column(ForeignText)
+    num_requests: Mapped[int | None]  # measured ones
+    owner_host: Mapped[str] = mapped_column(ForeignText)
+    owner_pid: Mapped[int]
+    owner_started: Mapped[float] = mapped_column(FiniteFloat)  # the process's creation, seconds since the epoch
+
+
+class RequestRow(Base):
+    """One `RequestStats`, with the latencies derived from it."""
+
+    __tablename__ = "requests"
+    __table_args__ = (Index(None, "run_id", "index"),)
+
+    row_id: Mapped[int] = mapped_column(_ROW_ID, primary_key=True)
+    run_id: Mapped[int] = _run_key()
+    request_id: Mapped[str] = mapped_column(ForeignText)
+    index: Mapped[int]  # position in the workload; warm-up requests count on their own
+    warmup: Mapped[bool]
+    status: Mapped[str] = mapped_column(String(16))
+    finish_reason: Mapped[str] = mapped_column(String(16))
+    error: Mapped[str | None] = mapped_column(ForeignText)
+    arrival_time: Mapped[float | None] = mapped_column(FiniteFloat)
+    scheduled_time: Mapped[float | None] = mapped_column(FiniteFloat)
+    finish_time: Mapped[float | None] = mapped_column(FiniteFloat)
+    queue_ms: Mapped[float | None] = mapped_column(FiniteFloat)
+    prefill_ms: Mapped[float | None] = mapped_column(FiniteFloat)
+    ttft_ms: Mapped[float | None] = mapped_column(FiniteFloat)
+    tpot_ms: Mapped[float | None] = mapped_column(FiniteFloat)
+    e2el_ms: Mapped[float | None] = mapped_column(FiniteFloat)
+    num_prompt_tokens: Mapped[int | None]
+    num_output_tokens: Mapped[int]
+    num_cached_tokens: Mapped[int | None]
+    num_preemptions: Mapped[int | None]
+    emission_times: Mapped[list[float]] = mapped_column(Json)
+    emission_tokens: Mapped[list[int]] = mapped_column(Json)
+    prompt: Mapped[str | None] = mapped_column(ForeignText)
+    text: Mapped[str | None] = mapped_column(ForeignText)
+    token_ids: Mapped[list[int] | None] = mapped_column(Json)
+
+
+class StepRow(Base):
+    """One `StepStats`."""
+
+    __tablename__ = "steps"
+    __table_args__ = (Index(None, "run_id", "step"),)
+
+    row_id: Mapped[int] = mapped_column(_ROW_ID, primary_key=True)
+    run_id: Mapped[int] = _run_key()
+    step: Mapped[int]
+    end_time: Mapped[float | None] = mapped_column(FiniteFloat)
+    duration_ms: Mapped[float | None] = mapped_column(FiniteFloat)
+    schedule_ms: Mapped[float | None] = mapped_column(FiniteFloat)
+    execute_ms: Mapped[float | None] = mapped_column(FiniteFloat)
+    process_ms: Mapped[float | None] = mapped_column(FiniteFloat)
+    num_scheduled_requests: Mapped[int]
+    num_prefill_tokens: Mapped[int]
+    num_decode_tokens: Mapped[int]
+    num_output_tokens: Mapped[int]
+    num_running: Mapped[int]
+    num_waiting: Mapped[int]
+    num_preempted: Mapped[int]
+    num_referenced_blocks: Mapped[int]
+    num_evictable_blocks: Mapped[int]
+    num_free_blocks: Mapped[int]
+
+
+class SampleRow(Base):
+    """One `TelemetrySample`."""
+
+    __tablename__ = "samples"
+    __table_args__ = (Index(None, "run_id", "time"),)
+
+    row_id: Mapped[int] = mapped_column(_ROW_ID, primary_key=True)
+    run_id: Mapped[int] = _run_key()
+    time: Mapped[float | None] = mapped_column(FiniteFloat)
+    host_memory_bytes: Mapped[int] = mapped_column(BigInteger)
+    device_memory_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    weights_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    kv_cache_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    cpu_percent: Mapped[float | None] = mapped_column(FiniteFloat)
+    gpu_percent: Mapped[float | None] = mapped_column(FiniteFloat)
+    gpu_power_w: Mapped[float | None] = mapped_column(FiniteFloat)
+
+
+class ChunkRow(Base):
+    """A compressed piece of a ledger, for steps `first_step..last_step` inclusive."""
+
+    __tablename__ = "chunks"
+    __table_args__ = (Index(None, "run_id", "kind", "first_step"),)
+
+    row_id: Mapped[int] = mapped_column(_ROW_ID, primary_key=True)
+    run_id: Mapped[int] = _run_key()
+    kind: Mapped[str] = mapped_column(String(32))
+    first_step: Mapped[int]
+    last_step: Mapped[int]
+    data: Mapped[bytes] = mapped_column(LargeBinary)

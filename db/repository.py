@@ -1,0 +1,216 @@
+"""Every query. Reads give plain data and frozen records, never rows that are bound to a session."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, cast
+
+from sqlalchemy import Select, Table, delete, insert, or_, select, update
+from sqlalchemy.engine import CursorResult
+
+from backend.errors import DatabaseError
+from backend.metrics.stats import FINAL_STATUSES
+from db.base import Base
+from db.models import ChunkRow, RequestRow, RunRow, SampleRow, StepRow
+from db.owner import Owner
+from db.run_rows import Row, Run, to_run
+from db.step_queries import select_steps
+
+if TYPE_CHECKING:
+    from db.session import Database
+
+INTERRUPTED_ERROR = "the process that ran it ended"
+
+_NOT_FINAL = RunRow.status.not_in(FINAL_STATUSES)
+
+
+class RunRepository:
+    """Runs and their records. Thread-safe; every method is one transaction and raises `DatabaseError`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    # Runs
+
+    def create(
+        self,
+        config: Mapping[str, Any],
+        workload: Mapping[str, Any],
+        label: str | None = None,
+        notes: str | None = None,
+    ) -> int:
+        """Add a queued run that belongs to this process; returns its id.
+
+        Args:
+            config: `EngineConfig.to_dict()`, as asked.
+            workload: `Workload.to_dict()`.
+        """
+        owner = Owner.this_process()
+        row = RunRow(
+            status="queued",
+            label=label or None,
+            notes=notes or None,
+            created_at=datetime.now(UTC),
+            model=config["model"]["name"],
+            config=config,
+            workload=workload,
+            notices=[],
+            owner_host=owner.host,
+            owner_pid=owner.pid,
+            owner_started=owner.started,
+        )
+        with self._database.write() as session:
+            session.add(row)
+            session.flush()
+            return row.run_id
+
+    def get(self, run_id: int) -> Run | None:
+        """The run, or None when there is none with this id."""
+        with self._database.read() as session:
+            row = session.get(RunRow, run_id)
+            return None if row is None else to_run(row)
+
+    def list(
+        self,
+        *,
+        text: str | None = None,
+        statuses: Collection[str] | None = None,
+        models: Collection[str] | None = None,
+        limit: int | None = 500,
+    ) -> list[Run]:
+        """Runs that meet every filter, newest first.
+
+        Args:
+            text: part of a label, of the notes or of a model's name, in any case; or a run id, as `12` or `#12`.
+            statuses, models: any of these; None for all.
+            limit: most runs to return; None for all.
+        """
+        query = select(RunRow).order_by(RunRow.run_id.desc()).limit(limit)
+        if text and text.strip():
+            query = query.where(_matches(text.strip()))
+        if statuses is not None:
+            query = query.where(RunRow.status.in_(statuses))
+        if models is not None:
+            query = query.where(RunRow.model.in_(models))
+        with self._database.read() as session:
+            return [to_run(row) for row in session.scalars(query)]
+
+    def models(self) -> list[str]:
+        """Names of the models that have runs, sorted."""
+        with self._database.read() as session:
+            return list(session.scalars(select(RunRow.model).distinct().order_by(RunRow.model)))
+
+    def set_label(self, run_id: int, label: str | None) -> None:
+        """Raises `DatabaseError` for an unknown run."""
+        self._set(run_id, {"label": label or None})
+
+    def set_notes(self, run_id: int, notes: str | None) -> None:
+        """Raises `DatabaseError` for an unknown run."""
+        self._set(run_id, {"notes": notes or None})
+
+    def delete(self, run_ids: Iterable[int]) -> None:
+        """Delete runs with all their records: every one of them, or none.
+
+        Raises `DatabaseError` for an unknown run, and for one that is not over and whose process is not known to have ended.
+        """
+        wanted = set(run_ids)
+        with self._database.write() as session:
+            rows = session.scalars(select(RunRow).where(RunRow.run_id.in_(wanted)).order_by(RunRow.run_id)).all()
+            if missing := sorted(wanted - {row.run_id for row in rows}):
+                raise DatabaseError(f"there is no run {_names(missing)}; nothing was deleted")
+            for run in map(to_run, rows):
+                if not run.is_final and not run.owner.is_gone:
+                    raise DatabaseError(
+                        f"run #{run.run_id} is {run.status} (process {run.owner_pid} on {run.owner_host}); "
+                        "cancel it first, nothing was deleted"
+                    )
+            session.execute(delete(RunRow).where(RunRow.run_id.in_(wanted)))
+
+    def mark_interrupted(self) -> list[int]:
+        """Mark the runs of this machine that are not over and whose process has ended; returns their ids, in order."""
+        with self._database.read() as session:
+            owners = session.execute(
+                select(RunRow.run_id, RunRow.owner_host, RunRow.owner_pid, RunRow.owner_started)
+                .where(_NOT_FINAL)
+                .order_by(RunRow.run_id)
+            ).all()
+        orphans = [run_id for run_id, host, pid, started in owners if Owner(host, pid, started).is_gone]
+        if not orphans:
+            return []  # without taking the write lock
+        change = {"status": "interrupted", "error": INTERRUPTED_ERROR, "phase": None}
+        with self._database.write() as session:
+            session.execute(update(RunRow).where(RunRow.run_id.in_(orphans), _NOT_FINAL).values(change))
+        return orphans
+
+    # Records
+
+    def record(self, run_id: int, changes: Mapping[str, Any], rows: Mapping[type[Base], Sequence[Row]]) -> None:
+        """Store what a recorder has gathered, in one transaction. Raises `DatabaseError` if the run was deleted.
+
+        Args:
+            changes: columns of the run; ignored once its status is final.
+            rows: record rows by table, as `db.run_rows` makes them.
+        """
+        with self._database.write() as session:
+            if session.scalar(select(RunRow.run_id).where(RunRow.run_id == run_id)) is None:
+                raise DatabaseError(f"run #{run_id} was deleted while it ran")
+            for table, table_rows in rows.items():
+                if table_rows:
+                    session.execute(insert(cast(Table, table.__table__)), table_rows)
+            if changes:
+                session.execute(update(RunRow).where(RunRow.run_id == run_id, _NOT_FINAL).values(dict(changes)))
+
+    def requests(self, run_id: int) -> list[Row]:
+        """The run's requests as dicts by column name: warm-up first, then in workload order."""
+        return self._rows(_select_records(RequestRow, run_id).order_by(RequestRow.warmup.desc(), RequestRow.index))
+
+    def steps(self, run_id: int, max_points: int | None = None) -> list[Row]:
+        """The run's steps as dicts by column name, in order; see `select_steps` for `max_points` and added columns."""
+        with self._database.read() as session:
+            query = select_steps(session, run_id, max_points)
+            return [dict(row) for row in session.execute(query).mappings()]
+
+    def samples(self, run_id: int) -> list[Row]:
+        """The run's telemetry samples as dicts by column name, in order."""
+        return self._rows(_select_records(SampleRow, run_id).order_by(SampleRow.time))
+
+    def chunks(self, run_id: int, kind: str) -> list[tuple[bytes, int, int]]:
+        """The run's ledger chunks of one kind as (data, first step, last step), in order."""
+        query = (
+            select(ChunkRow.data, ChunkRow.first_step, ChunkRow.last_step)
+            .where(ChunkRow.run_id == run_id, ChunkRow.kind == kind)
+            .order_by(ChunkRow.first_step)
+        )
+        with self._database.read() as session:
+            return [(data, first, last) for data, first, last in session.execute(query)]
+
+    def _set(self, run_id: int, values: Row) -> None:
+        with self._database.write() as session:
+            result = session.execute(update(RunRow).where(RunRow.run_id == run_id).values(values))
+            if isinstance(result, CursorResult) and result.rowcount == 0:
+                raise DatabaseError(f"there is no run #{run_id}")
+
+    def _rows(self, query: Select[Any]) -> list[Row]:
+        with self._database.read() as session:
+            return [dict(row) for row in session.execute(query).mappings()]
+
+
+def _select_records(table: type[RequestRow | StepRow | SampleRow], run_id: int) -> Select[Any]:
+    columns = [column for column in table.__table__.columns if column.name != "row_id"]
+    return select(*columns).where(table.run_id == run_id)
+
+
+def _matches(text: str) -> Any:
+    """A condition for `RunRepository.list`."""
+    number = text.removeprefix("#")
+    is_id = number.isascii() and number.isdecimal() and len(number) < 19
+    by_id = [RunRow.run_id == int(number)] if is_id else []
+    if text.startswith("#") and is_id:
+        return by_id[0]
+    columns = (RunRow.label, RunRow.notes, RunRow.model)
+    return or_(*by_id, *(column.icontains(text, autoescape=True) for column in columns))
+
+
+def _names(run_ids: Iterable[int]) -> str:
+    return ", ".join(f"#{run_id}" for run_id in run_ids)

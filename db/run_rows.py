@@ -1,0 +1,121 @@
+"""From records to rows and back: the shape of what is stored, apart from the queries that store it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import Any
+
+from backend.metrics import stats
+from backend.metrics.stats import FINAL_STATUSES, Phase, RequestStats, RunStatus, StepStats, TelemetrySample
+from db.base import Base
+from db.models import RequestRow, RunRow, SampleRow, StepRow
+from db.owner import Owner
+
+_TIME_DIGITS = 9  # the clock's own resolution; a difference of two readings carries noise below it
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A stored run. `config` is as asked, `resolved_config` as run; what is not known (yet) is None."""
+
+    run_id: int
+    status: RunStatus
+    phase: str | None
+    label: str | None
+    notes: str | None
+    created_at: datetime  # aware, UTC, as the two below
+    started_at: datetime | None
+    ended_at: datetime | None  # None for an interrupted run: nobody saw it end
+    model: str
+    config: dict[str, Any]
+    resolved_config: dict[str, Any] | None
+    workload: dict[str, Any]
+    environment: dict[str, Any] | None
+    load: dict[str, Any] | None
+    notices: list[str]
+    cache_state: dict[str, Any] | None
+    summary: dict[str, Any] | None
+    error: str | None
+    num_requests: int | None
+    owner_host: str
+    owner_pid: int
+    owner_started: float
+
+    @property
+    def is_final(self) -> bool:
+        return self.status in FINAL_STATUSES
+
+    @property
+    def owner(self) -> Owner:
+        return Owner(self.owner_host, self.owner_pid, self.owner_started)
+
+    @property
+    def title(self) -> str:
+        """As people name it: `#12`, with its label when it has one."""
+        return f"#{self.run_id} {self.label}" if self.label else f"#{self.run_id}"
+
+
+def to_run(row: RunRow) -> Run:
+    return Run(**{field.name: getattr(row, field.name) for field in fields(Run)})
+
+
+def step_row(run_id: int, step: StepStats, start_time: float) -> Row:
+    row = {name: getattr(step, name) for name in _STEP_FIELDS}
+    row["run_id"] = run_id
+    row["end_time"] = _relative(step.end_time, start_time)
+    return row
+
+
+def request_row(run_id: int, request: RequestStats, start_time: float) -> Row:
+    row = {name: getattr(request, name) for name in _REQUEST_FIELDS}
+    row |= {name: formula(request) for name, formula in _LATENCIES.items()}
+    row |= {name: _relative(row[name], start_time) for name in ("arrival_time", "scheduled_time", "finish_time")}
+    row["emission_times"] = [_relative(time, start_time) for time in request.emission_times]
+    row["run_id"] = run_id
+    return row
+
+
+def sample_row(run_id: int, sample: TelemetrySample, start_time: float) -> Row:
+    row = {name: getattr(sample, name) for name in _SAMPLE_FIELDS}
+    row["run_id"] = run_id
+    row["time"] = _relative(sample.time, start_time)
+    return row
+
+
+def chunk_row(run_id: int, kind: str, data: bytes, first_step: int, last_step: int) -> Row:
+    return {"run_id": run_id, "kind": kind, "data": data, "first_step": first_step, "last_step": last_step}
+
+
+def phase_text(phase: Phase) -> str:
+    """A phase as a person reads it: "running 12 of 64", "pulling 34 of 98 MB"."""
+    if phase.done is None or phase.total is None:
+        return phase.name
+    scale, unit = (1e6, "MB") if phase.unit in ("B", "bytes") else (1.0, phase.unit)
+    return f"{phase.name} {phase.done / scale:.0f} of {phase.total / scale:.0f} {unit}".rstrip()
+
+
+_LATENCIES: dict[str, Callable[[RequestStats], float | None]] = {
+    "queue_ms": stats.queue_ms,
+    "prefill_ms": stats.prefill_ms,
+    "ttft_ms": stats.ttft_ms,
+    "tpot_ms": stats.tpot_ms,
+    "e2el_ms": stats.e2el_ms,
+}
+
+
+def _stored_fields(record: type, row: type[Base]) -> tuple[str, ...]:
+    """Fields of a record that have a column; a new one without a migration must not cost a run its rows."""
+    return tuple(field.name for field in fields(record) if field.name in row.__table__.columns)
+
+
+_STEP_FIELDS = _stored_fields(StepStats, StepRow)
+_REQUEST_FIELDS = _stored_fields(RequestStats, RequestRow)
+_SAMPLE_FIELDS = _stored_fields(TelemetrySample, SampleRow)
+
+
+def _relative(time: float | None, start_time: float) -> float | None:
+    return None if time is None else round(time - start_time, _TIME_DIGITS)

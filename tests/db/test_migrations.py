@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, create_engine, inspect, text
+
+from db.migrations.schema import HEAD, alembic_config, check_schema
+from db.models import Base, SampleRow
+from db.repository import RunRepository
+from db.run_rows import sample_row
+from db.session import Database, migrating_connection
+from tests.db.records import CONFIG, ROOT, WORKLOAD, make_sample
+
+TABLES = {"runs", "requests", "steps", "samples", "chunks"}
+
+
+@pytest.fixture
+def engine(url: str) -> Iterator[Engine]:
+    Database.open(url).close()
+    engine = create_engine(url)
+    yield engine
+    engine.dispose()
+
+
+def tables(connection: Connection) -> set[str]:
+    return set(inspect(connection).get_table_names())
+
+
+def test_the_known_head_is_the_newest_migration() -> None:
+    assert ScriptDirectory.from_config(alembic_config()).get_heads() == [HEAD]
+
+
+def test_migrations_make_what_the_models_say(engine: Engine) -> None:
+    with engine.connect() as connection:
+        assert tables(connection) == TABLES | {"alembic_version"}
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, Base.metadata) == []
+
+
+def test_tables_are_created_exactly_as_the_models_would(engine: Engine, tmp_path: Path) -> None:
+    """What the comparison above does not see: AUTOINCREMENT, names of constraints, cascades, indexes."""
+    other = create_engine(f"sqlite:///{tmp_path}/models.db")
+    Base.metadata.create_all(other)
+
+    def schema(engine: Engine) -> dict[str, set[str]]:
+        with engine.connect() as connection:
+            rows = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")).all()
+        parts = {name: {part.strip(" \t\n,") for part in sql.split("\n")} for name, sql in rows}
+        return {name: part for name, part in parts.items() if name != "alembic_version"}
+
+    assert schema(engine) == schema(other)
+    other.dispose()
+
+
+def test_down_and_up_again(url: str, engine: Engine) -> None:
+    with engine.begin() as connection:
+        command.downgrade(alembic_config(connection), "base")
+        assert tables(connection) == {"alembic_version"}
+        assert not check_schema(connection, url)
+    database = Database.open(url)
+    assert RunRepository(database).create(CONFIG, WORKLOAD) == 1
+    database.close()
+
+
+def test_altering_a_table_keeps_the_rows_that_refer_to_it(database: Database, repository: RunRepository) -> None:
+    """SQLite alters by copying and dropping; with foreign keys on, dropping `runs` would empty every other table."""
+    run_id = repository.create(CONFIG, WORKLOAD)
+    repository.record(run_id, {}, {SampleRow: [sample_row(run_id, make_sample(1.0), 0.0)]})
+    with migrating_connection(database._engine) as connection:
+        operations = Operations(MigrationContext.configure(connection, opts={"render_as_batch": True}))
+        with operations.batch_alter_table("runs", recreate="always") as batch:
+            batch.drop_column("notes")
+    with database.read() as session:
+        assert "notes" not in {column["name"] for column in inspect(session.connection()).get_columns("runs")}
+        assert session.scalar(text("PRAGMA foreign_keys")) == 1, "later transactions enforce them again"
+    assert len(repository.samples(run_id)) == 1
+
+
+def test_several_processes_may_open_a_new_database_at_once(url: str) -> None:
+    command_line = [sys.executable, "-m", "tests.db.records", "open_and_close", url]
+    processes = [subprocess.Popen(command_line, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, errors
+    with create_engine(url).connect() as connection:
+        assert tables(connection) == TABLES | {"alembic_version"}
+        assert connection.scalar(text("PRAGMA integrity_check")) == "ok"
+
+
+def test_a_migration_that_fails_changes_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_half_way(config: Config, _revision: str) -> None:
+        config.attributes["connection"].execute(text("CREATE TABLE runs (run_id INTEGER)"))
+        raise RuntimeError("half way")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "upgrade", fail_half_way)
+        with pytest.raises(RuntimeError):
+            Database.open(url)
+    database = Database.open(url)
+    assert RunRepository(database).list() == []
+    database.close()

@@ -1,0 +1,167 @@
+"""The live view on a clock of the test's own."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from backend.metrics.live import LiveRun
+from backend.metrics.series import MAX_POINTS, LiveSeries
+from backend.metrics.stats import Phase, RunEnd, RunStart, StepStats, TelemetrySample
+from tests.metrics.test_stats import decode, failed, make_request
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(end: float, out: int = 2, prefill: int = 0, running: int = 2, preempted: int = 0) -> StepStats:
+    return StepStats(0, end, 50.0, 1, 48, 1, running, prefill, out, out, running, 3, preempted, 6, 1, 3)
+
+
+def start(at: float, num_requests: int = 4) -> RunStart:
+    return RunStart(at, {}, {}, {}, ("a notice",), {"state": "cold", "num_cached_tokens": 0}, num_requests)
+
+
+def test_from_queued_to_finished():
+    clock = Clock()
+    live = LiveRun(12, 0, clock)
+    clock.now = 103.0
+    queued = live.snapshot()
+    assert (queued.run_id, queued.status, queued.phase, queued.start_time) == (12, "queued", Phase("queued"), None)
+    assert queued.elapsed_s == pytest.approx(3)
+    assert queued.output_tok_s is None
+    live.on_phase(Phase("pulling", 34, 98, "bytes"))
+    assert live.snapshot().status == "loading"
+    live.on_phase(Phase("loading"))
+    live.on_run_start(start(103.0))
+    live.on_phase(Phase("running", 0, 4))
+    clock.now = 104.0
+    running = live.snapshot()
+    assert (running.status, running.num_requests, running.notices) == ("running", 4, ("a notice",))
+    assert running.elapsed_s == pytest.approx(1)
+    live.on_run_end(RunEnd("failed", 105.0, error="it broke"))
+    clock.now = 500.0
+    ended = live.snapshot()
+    assert (ended.status, ended.error) == ("failed", "it broke")
+    assert ended.elapsed_s == pytest.approx(2)
+    live.on_phase(Phase("writing"))
+    assert live.snapshot().status == "failed"
+
+
+def test_warmup_is_shown_but_not_counted():
+    clock = Clock()
+    live = LiveRun(1, 4, clock)
+    live.on_run_start(start(100.0))
+    live.on_phase(Phase("warming up", 0, 1))
+    live.on_step(step(100.1, out=1, prefill=30, preempted=1))
+    live.on_request_finished(make_request([9.0], [1], warmup=True))
+    clock.now = 101.0
+    live.on_phase(Phase("running", 0, 4))
+    live.on_step(step(101.2, out=2, prefill=40))
+    clock.now = 101.2
+    shown = live.snapshot()
+    assert (shown.input_tokens, shown.output_tokens, shown.preemptions) == (40, 2, 0)
+    assert shown.num_finished == 0
+    assert shown.ttft_ms.count == 0
+    assert (shown.num_running, shown.num_waiting) == (2, 3)
+    assert (shown.blocks_referenced, shown.blocks_evictable, shown.blocks_free) == (6, 1, 3)
+
+
+def test_rates_are_over_two_seconds_and_fall_in_a_stall():
+    clock = Clock()
+    live = LiveRun(1, 4, clock)
+    live.on_run_start(start(100.0))
+    live.on_phase(Phase("running", 0, 4))
+    for index in range(1, 101):  # 5 s of 20 steps a second, the first 2 s five times as fast
+        live.on_step(step(100 + index * 0.05, out=10 if index <= 40 else 2, prefill=1))
+    clock.now = 105.0
+    assert live.snapshot().output_tok_s == pytest.approx(40)
+    assert live.snapshot().input_tok_s == pytest.approx(20)
+    clock.now = 106.0
+    assert live.snapshot().output_tok_s == pytest.approx(20)
+    clock.now = 110.0
+    assert live.snapshot().output_tok_s == 0
+
+
+def test_rates_of_a_young_run_are_over_its_age():
+    clock = Clock()
+    live = LiveRun(1, 4, clock)
+    live.on_run_start(start(100.0))
+    live.on_step(step(100.05, out=4))
+    clock.now = 100.1
+    assert live.snapshot().output_tok_s == pytest.approx(40)
+
+
+def test_requests_and_memory():
+    live = LiveRun(1, 4, Clock())
+    live.on_run_start(start(100.0))
+    for request in (decode(11), decode(1), failed()):
+        live.on_request_finished(request)
+    live.on_sample(TelemetrySample(100.0, 1000, None, 300, 200, None, None, None))
+    shown = live.snapshot()
+    assert (shown.num_finished, shown.num_failed) == (2, 1)
+    assert shown.ttft_ms.count == 2
+    assert shown.tpot_ms.count == 1
+    assert shown.tpot_ms.mean == pytest.approx(10)
+    assert (shown.weights_bytes, shown.kv_cache_bytes, shown.rest_bytes) == (300, 200, 500)
+    live.on_sample(TelemetrySample(100.0, 1000, 450, 300, 200, None, None, None))
+    assert live.snapshot().rest_bytes == 0
+
+
+@pytest.mark.parametrize("duration_s", [1.0, 70.0, 80.0, 1000.0, 36_000.0])
+def test_series_stays_short_and_loses_no_tokens(duration_s: float):
+    series = LiveSeries()
+    steps = 2000
+    for index in range(steps):
+        series.add(step(0, out=3), duration_s * (index + 0.5) / steps)
+    series.advance(2 * duration_s)
+    points = series.points()
+    assert len(points) <= MAX_POINTS
+    interval = points[0].time_s
+    assert [point.time_s for point in points] == pytest.approx([interval * (i + 1) for i in range(len(points))])
+    assert sum(point.output_tok_s for point in points) * interval == pytest.approx(3 * steps)
+    assert points[-1].output_tok_s == 0
+    assert points[0].kv_cache_usage == pytest.approx(0.6)
+
+
+def test_a_stall_shows_in_the_series_before_the_next_step():
+    clock = Clock()
+    live = LiveRun(1, 4, clock)
+    live.on_run_start(start(100.0))
+    live.on_step(step(100.1))
+    clock.now = 103.0
+    points = live.snapshot().series
+    assert len(points) == 12
+    assert [point.output_tok_s for point in points] == [8.0] + [0.0] * 11
+
+
+def test_readers_and_writers_at_once():
+    live = LiveRun(1, 1000)
+    live.on_run_start(start(0.0))
+    live.on_phase(Phase("running", 0, 1000))
+    seen: list[list[int]] = [[], []]
+    stop = threading.Event()
+
+    def read(counts: list[int]) -> None:
+        while not stop.is_set():
+            shown = live.snapshot()
+            assert shown.ttft_ms.count == shown.num_finished
+            counts.append(shown.num_finished)
+
+    readers = [threading.Thread(target=read, args=(counts,)) for counts in seen]
+    for reader in readers:
+        reader.start()
+    for _ in range(1000):
+        live.on_request_finished(decode(2))
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert all(counts == sorted(counts) for counts in seen)
+    last = live.snapshot()
+    assert (last.num_finished, last.ttft_ms.count) == (1000, 1000)
