@@ -1,6 +1,6 @@
 """Fixtures and rules for all tests.
 
-No test touches the user's database: `SERVELAB_DATABASE_URL` points into a temporary folder, one per session and, within
+No test touches the user's database: `SERVELAB_DATABASE_URL` points into a temporary folder, one per test run and, within
 a test, one per test. Models are shared with the user (`backend.paths.models_home`), so that a machine fetches them once.
 """
 

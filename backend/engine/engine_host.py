@@ -9,6 +9,7 @@ import gc
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -178,8 +179,10 @@ class EngineHost:
         self._state = "loading"
         try:
             self._loaded = load_engine(config, on_phase)
-        except BaseException:
+        except BaseException as error:
             self._state = "empty"
+            _clear_frames(error)
+            gc.collect()
             raise
         self._config = config
         self._state = "ready"
@@ -216,3 +219,11 @@ class EngineHost:
 
     def _begin_close(self) -> None:
         self._closing = True
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the local variables that a failed load left in its traceback: whoever keeps the error would keep the weights."""
+    chained: BaseException | None = error
+    while chained is not None:
+        traceback.clear_frames(chained.__traceback__)
+        chained = chained.__cause__ or chained.__context__

@@ -16,7 +16,10 @@ from backend.models.gguf_file import GGUFFile
 
 # Llama 3's split (github.com/meta-llama/llama3, llama/tokenizer.py): contractions, words with one leading symbol, up to
 # three digits, symbols, line ends, other white space.
-_LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 _SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
@@ -68,7 +71,9 @@ def _build_tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
         raise ModelError(f"{file.path} has a tokenizer of kind {model!r}; supported: 'gpt2' (byte-level BPE)")
     split = file.get("tokenizer.ggml.pre", str, "default")
     types = file.get("tokenizer.ggml.token_type", list)
-    merges = [tuple(merge.split(" ")) for merge in file.strings("tokenizer.ggml.merges")]
+    merges = [
+        (left, right) for left, _, right in (text.partition(" ") for text in file.strings("tokenizer.ggml.merges"))
+    ]
     if len(types) != len(tokens):
         raise ModelError(f"{file.path}: {len(tokens)} tokens, but {len(types)} token types")
 

@@ -166,5 +166,5 @@ def _disk_errors(home: Path) -> Iterator[None]:
     except OSError as error:
         raise ModelError(
             f"a model cannot be written to {home}: {error.strerror or error}; "
-            "free or allow it, or set SERVELAB_HOME to another folder"
+            "make room or permit it there, or set SERVELAB_HOME to another folder"
         ) from None

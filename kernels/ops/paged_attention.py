@@ -232,8 +232,12 @@ def paged_attention(
         output.stride(1),
         query.stride(0),
         query.stride(1),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        value_cache.stride(2),
         block_table.stride(0),
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -243,7 +247,7 @@ def paged_attention(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=tiles.block_d,
-        num_warps=4,
-        num_stages=2,
+        num_warps=4,  # pyright: ignore[reportCallIssue]  (a launch option, not the kernel's)
+        num_stages=2,  # pyright: ignore[reportCallIssue]
     )
     return output

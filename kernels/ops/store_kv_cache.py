@@ -87,11 +87,15 @@ def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
         key.stride(1),
         value.stride(0),
         value.stride(1),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        value_cache.stride(2),
         BLOCK_SIZE=key_cache.shape[1],
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK=block,
-        num_warps=min(max(block // 256, 1), 8),
+        num_warps=min(max(block // 256, 1), 8),  # pyright: ignore[reportCallIssue]  (a launch option)
     )

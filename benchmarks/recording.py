@@ -1,0 +1,81 @@
+"""What recording a run costs: the same workload with the database recorder and without, repeats interleaved.
+
+    python benchmarks/recording.py [--model dummy:tiny] [--repeats 9] [-o benchmarks/results/recording_cpu.json]
+
+The live view and the step ledger are on in both. A small model is the hard case: its steps are the shortest, so the share
+of a fixed cost per step is the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from app.services import new_host
+from backend.config import EngineConfig
+from backend.experiments.run_queue import RunQueue
+from backend.metrics.environment import environment
+from backend.workload.spec import Workload
+from db.recorder import RunRecorder
+from db.repository import RunRepository
+from db.session import Database
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="dummy:tiny")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+
+    config = EngineConfig().with_overrides({"model.name": arguments.model})
+    workload = Workload.from_dict(
+        {"source": {"kind": "synthetic", "num_requests": 64, "prompt_len": 32}, "output_len": 128, "warmup_requests": 0}
+    )
+    durations: dict[str, list[float]] = {"recorded": [], "not recorded": []}
+    queue = RunQueue(new_host())
+    with tempfile.TemporaryDirectory() as folder:
+        database = Database.open(f"sqlite:///{folder}/servelab.db")
+        repository = RunRepository(database)
+        num_steps = 0
+        for repeat in range(arguments.repeats + 1):  # the first is warm-up
+            # Alternate which goes first, so that a drift of the machine falls on both.
+            for name in sorted(durations, reverse=bool(repeat % 2)):
+                run_id = repository.create(config.to_dict(), workload.to_dict())
+                recorder = RunRecorder(database, run_id) if name == "recorded" else None
+                queue.submit(run_id, config, workload, (recorder,) if recorder else ())
+                end = queue.wait(run_id)
+                assert end is not None and end.summary is not None, end
+                if recorder:
+                    recorder.close()
+                    num_steps = len(repository.steps(run_id))
+                if repeat:
+                    durations[name].append(end.summary.duration_s)
+                time.sleep(0.2)
+        database.close()
+    queue.close()
+    medians = {name: statistics.median(values) for name, values in durations.items()}
+    result = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "model": arguments.model,
+        "steps": num_steps,
+        "repeats": arguments.repeats,
+        "duration_s": {
+            name: {"median": medians[name], "min": min(values), "max": max(values)} for name, values in durations.items()
+        },
+        "step_ms": medians["not recorded"] / num_steps * 1e3,
+        "overhead": medians["recorded"] / medians["not recorded"] - 1,
+        "environment": environment(),
+    }
+    print(json.dumps(result, indent=2))
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

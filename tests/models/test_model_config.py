@@ -1,0 +1,208 @@
+"""Reading config.json and generation_config.json, and refusing what the decoder does not have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.errors import ModelError
+from backend.models.dummy import DUMMY_SHAPES
+from backend.models.model_config import Llama3Scaling, load_decoder_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 72,
+    "intermediate_size": 120,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+def write_config(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """LLAMA with `changes`; a value of ... leaves the key out."""
+    config = {key: value for key, value in (LLAMA | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_decoder_config(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_reads_the_shape(tmp_path: Path) -> None:
+    config = load_decoder_config(write_config(tmp_path))
+    assert (config.architecture, config.num_layers, config.num_heads, config.num_kv_heads) == (
+        "LlamaForCausalLM",
+        3,
+        9,
+        3,
+    )
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size, config.head_dim) == (512, 72, 120, 8)
+    assert (config.max_position_embeddings, config.rms_norm_eps, config.rope_theta) == (1024, 1e-5, 10000.0)
+    assert config.rope_scaling is None
+    assert config.checkpoint_dtype == "bfloat16"
+
+
+def test_absent_and_null_keys_take_transformers_defaults(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    absent = {
+        "num_key_value_heads": ...,
+        "rms_norm_eps": ...,
+        "rope_theta": ...,
+        "max_position_embeddings": ...,
+        "hidden_act": ...,
+        "torch_dtype": ...,
+    }
+    config = load_decoder_config(
+        write_config(tmp_path, head_dim=None, rope_scaling=None, sliding_window=None, **absent)
+    )
+    theirs = LlamaConfig(hidden_size=72, num_attention_heads=9)
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.head_dim == theirs.head_dim
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert config.max_position_embeddings == theirs.max_position_embeddings
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    assert config.attention_bias == theirs.attention_bias
+    assert config.mlp_bias == theirs.mlp_bias
+    assert config.checkpoint_dtype == "unknown"
+
+
+def test_explicit_head_dim_need_not_divide(tmp_path: Path) -> None:
+    config = load_decoder_config(write_config(tmp_path, hidden_size=100, head_dim=24))
+    assert config.head_dim == 24
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500000.0},
+        {"rope_scaling": LLAMA3_ROPE | {"type": "llama3"}, "rope_theta": 500000.0},
+        {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0}, "rope_theta": ...},
+    ],
+)
+def test_llama3_scaling_in_both_spellings(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = load_decoder_config(write_config(tmp_path, **changes))
+    assert config.rope_theta == 500000.0
+    assert config.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 256)
+
+
+def test_default_rope_parameters(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 250000}
+    config = load_decoder_config(write_config(tmp_path, rope_parameters=rope, rope_theta=...))
+    assert config.rope_theta == 250000.0
+    assert config.rope_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, ["Qwen3ForCausalLM", "supported: LlamaForCausalLM"]),
+        ({"architectures": ...}, ["names no architecture", "supported: LlamaForCausalLM"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["'yarn'", "supported: default, llama3"]),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ["'linear'", "supported: default, llama3"]),
+        ({"rope_scaling": LLAMA3_ROPE | {"factor": None}}, ["factor is missing"]),
+        ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, ["low_freq_factor 4", "high_freq_factor 4"]),
+        ({"rope_scaling": "llama3"}, ["rope_scaling 'llama3' is not an object"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
+        ({"hidden_act": "gelu"}, ["hidden_act 'gelu'", "allowed: silu"]),
+        ({"sliding_window": 4096}, ["sliding_window"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config"]),
+        ({"num_key_value_heads": 4}, ["num_attention_heads 9", "num_key_value_heads 4"]),
+        ({"hidden_size": 100}, ["hidden_size 100", "num_attention_heads 9"]),
+        ({"head_dim": 7}, ["head_dim 7 is odd"]),
+        ({"vocab_size": ...}, ["vocab_size is missing"]),
+        ({"vocab_size": 0}, ["vocab_size 0"]),
+        ({"num_hidden_layers": "3"}, ["num_hidden_layers '3'"]),
+        ({"num_hidden_layers": True}, ["num_hidden_layers True"]),
+        ({"rms_norm_eps": -1.0}, ["rms_norm_eps -1.0"]),
+        ({"rope_theta": float("inf")}, ["rope_theta inf"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings 'yes'"]),
+    ],
+)
+def test_refuses_by_name(tmp_path: Path, changes: dict[str, Any], named: list[str]) -> None:
+    message = refusal(write_config(tmp_path, **changes))
+    assert "config.json" in message
+    for part in named:
+        assert part in message
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1, 2]", '"text"', "\xff\xfe"])
+def test_refuses_what_is_not_a_json_object(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+    assert "config.json" in refusal(tmp_path)
+
+
+def test_refuses_a_folder_without_config(tmp_path: Path) -> None:
+    assert "config.json is missing" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "union"),
+    [
+        (2, None, {2}),
+        ([2, 5, 7], None, {2, 5, 7}),
+        (..., None, set()),
+        (None, {"eos_token_id": None}, set()),
+        (2, {}, {2}),
+        (2, {"eos_token_id": 5}, {2, 5}),
+        (2, {"eos_token_id": [5, 7, 2]}, {2, 5, 7}),
+        (..., {"eos_token_id": [0, 511]}, {0, 511}),
+        ([], {"eos_token_id": 3}, {3}),
+    ],
+)
+def test_eos_ids_are_the_union(tmp_path: Path, in_config: Any, in_generation: Any, union: set[int]) -> None:
+    config = load_decoder_config(write_config(tmp_path, in_generation, eos_token_id=in_config))
+    assert config.eos_token_ids == union
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "named"),
+    [
+        (512, None, ["config.json: eos_token_id 512", "512 tokens"]),
+        ([2, 600], None, ["config.json: eos_token_id 600"]),
+        (-1, None, ["eos_token_id -1"]),
+        (2, {"eos_token_id": [2, 512]}, ["generation_config.json: eos_token_id 512"]),
+        ("</s>", None, ["eos_token_id '</s>'"]),
+        ([True], None, ["eos_token_id [True]"]),
+    ],
+)
+def test_refuses_bad_eos_ids(tmp_path: Path, in_config: Any, in_generation: Any, named: list[str]) -> None:
+    message = refusal(write_config(tmp_path, in_generation, eos_token_id=in_config))
+    for part in named:
+        assert part in message
+
+
+def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    assert "generation_config.json" in refusal(tmp_path)
+
+
+def test_parameter_counts_are_the_published_ones() -> None:
+    assert DUMMY_SHAPES["llama-3.1-8b"].count_parameters() == 8_030_261_248
+    assert DUMMY_SHAPES["smollm2-135m"].count_parameters() == 134_515_008
