@@ -1,0 +1,116 @@
+"""`servelab run`: a workload against an engine, recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app import formatting, terminal
+from app.cli_options import JsonOption, SetOption, engine_config_and_workload
+from app.cli_summary import print_summaries
+
+if TYPE_CHECKING:
+    from app.services import Services
+    from backend.config import EngineConfig
+    from backend.metrics.live import LiveSnapshot
+    from backend.metrics.stats import RunEnd
+    from backend.workload.spec import Workload
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class _EndedRun:
+    run_id: int
+    status: str
+    summary: dict[str, Any] | None
+    problem: str | None  # why this run is no success
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"run_id": self.run_id, "status": self.status, "summary": self.summary}
+
+
+def run(
+    config_path: Annotated[
+        Path | None, typer.Option("--config", "-c", metavar="FILE.toml", help="Engine config; defaults otherwise.")
+    ] = None,
+    workload_path: Annotated[
+        Path | None,
+        typer.Option("--workload", "-w", metavar="FILE.toml", help="Workload; the 16 built-in chat prompts otherwise."),
+    ] = None,
+    settings: SetOption = None,
+    label: Annotated[str | None, typer.Option("--label", help="A name for the run.")] = None,
+    repeat: Annotated[
+        int | None, typer.Option("--repeat", min=1, help="Run it so many times, one after the other.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a workload and record it. Ctrl-C cancels the run; what is finished by then is kept."""
+    from app.services import Services
+
+    config, workload = engine_config_and_workload(config_path, workload_path, settings or [])
+    ended: list[_EndedRun] = []
+    with terminal.results() as out, terminal.Interruption() as interruption:
+        with Services.open() as services:
+            for _ in range(repeat or 1):
+                ended.append(_run_once(services, config, workload, label, interruption))
+                if ended[-1].problem or interruption:
+                    break
+        if as_json:
+            documents = [run.to_dict() for run in ended]
+            terminal.write_document(out, documents[0] if repeat is None else {"runs": documents})
+        elif any(run.summary for run in ended):
+            print_summaries({run.run_id: run.summary for run in ended if run.summary}, out)
+        if interruption:
+            terminal.fail(ended[-1].problem or "interrupted")
+            raise typer.Exit(interruption.exit_code)
+        if ended[-1].problem:
+            terminal.fail(ended[-1].problem)
+            raise typer.Exit(1)
+
+
+def _run_once(
+    services: Services, config: EngineConfig, workload: Workload, label: str | None, interruption: terminal.Interruption
+) -> _EndedRun:
+    from app.services import start_run
+    from backend.metrics.stats import summary_to_dict
+
+    run_id = start_run(services, config, workload, label)
+    terminal.note(f"run {formatting.run_name(run_id, label)}")
+    with terminal.Status() as status:
+        end = _wait(services, run_id, interruption, status)
+    live = services.queue.live(run_id)
+    for notice in live.notices if live else ():
+        terminal.note(f"note: {notice}")
+    summary = None if end.summary is None else summary_to_dict(end.summary)
+    return _EndedRun(run_id, end.status, summary, _problem(run_id, end) or services.recording_error(run_id))
+
+
+def _wait(services: Services, run_id: int, interruption: terminal.Interruption, status: terminal.Status) -> RunEnd:
+    cancelled = False
+    while (end := services.queue.wait(run_id, timeout=_POLL_S)) is None:
+        if interruption and not cancelled:
+            status.show("cancelling")
+            services.queue.cancel(run_id)
+            cancelled = True
+        live = services.queue.live(run_id)
+        if live is not None and not cancelled:
+            status.show(live.phase.name, _progress(live))
+    return end
+
+
+def _progress(live: LiveSnapshot) -> str:
+    text = formatting.phase_text(live.phase)
+    if live.output_tok_s is None:
+        return text
+    return f"{text}, {formatting.metric('output_throughput_tok_s', live.output_tok_s)}"
+
+
+def _problem(run_id: int, end: RunEnd) -> str | None:
+    """A finished run whose requests partly failed is none either; its error counts them."""
+    if end.error is not None:
+        return f"run #{run_id} {end.status}: {end.error}"
+    return None if end.status == "finished" else f"run #{run_id} was {end.status}"

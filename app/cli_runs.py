@@ -1,0 +1,231 @@
+"""Stored runs: `servelab runs list|show|delete`, `compare`, `export`. No engine, no torch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from app import formatting, terminal
+from app.cli_options import JsonOption, RunArgument, RunsArgument, run_ids
+from app.cli_summary import print_summaries
+from backend.errors import ServeLabError
+from backend.experiments.compare import compare_runs, flatten, metric_value
+
+if TYPE_CHECKING:
+    from app.services import Services
+    from db.run_rows import Run
+
+runs = typer.Typer(help="List, show and delete stored runs.", no_args_is_help=True)
+
+
+@runs.command("list")
+def list_runs(
+    limit: Annotated[int, typer.Option(min=1, help="Most runs to list, newest first.")] = 50,
+    as_json: JsonOption = False,
+) -> None:
+    """Stored runs, newest first."""
+    with terminal.results() as out, _services() as services:
+        found = services.repository.list(limit=limit)
+        if as_json:
+            document = [
+                {
+                    "run_id": run.run_id,
+                    "status": run.status,
+                    "label": run.label,
+                    "created_at": run.created_at.isoformat(),
+                    "model": run.model,
+                }
+                for run in found
+            ]
+            terminal.write_document(out, document)
+            return
+        if not found:
+            terminal.note("no runs yet; `servelab run` makes one")
+            return
+        rows = [
+            (
+                f"#{run.run_id}",
+                run.status,
+                formatting.timestamp(run.created_at),
+                run.model,
+                _metric("output_throughput_tok_s", run.summary),
+                _metric("ttft_ms.p50", run.summary),
+                run.label or "",
+            )
+            for run in found
+        ]
+        headers = ("Run", "Status", "Created", "Model", "Output", "TTFT p50", "Label")
+        terminal.print_table(headers, rows, "llllrrl", out)
+
+
+@runs.command()
+def show(run: RunArgument, as_json: JsonOption = False) -> None:
+    """Everything stored of one run but its requests and steps."""
+    with terminal.results() as out, _services() as services:
+        stored = _get(services, run_ids([run]))[0]
+        if as_json:
+            terminal.write_document(out, {field.name: _plain(getattr(stored, field.name)) for field in fields(stored)})
+            return
+        facts = {
+            "Status": stored.status,
+            "Error": stored.error,
+            "Model": stored.model,
+            "Label": stored.label,
+            "Notes": stored.notes,
+            "Created": formatting.timestamp(stored.created_at),
+            "Host": stored.owner_host,
+            "Notices": "; ".join(stored.notices),
+        }
+        terminal.print_table(
+            ("Run", f"#{stored.run_id}"), [(key, text) for key, text in facts.items() if text], "l", out
+        )
+        if stored.summary:
+            out.write("\n")
+            print_summaries({stored.run_id: stored.summary}, out)
+        sections = {
+            "Config": (stored.resolved_config or stored.config, _setting),
+            "Workload": (stored.workload, _setting),
+            "Environment": (stored.environment, _fact),
+            "Load": (stored.load, _fact),
+        }
+        for title, (values, show_value) in sections.items():
+            if values:
+                out.write("\n")
+                rows = [(key, show_value(key, value)) for key, value in flatten(values).items()]
+                terminal.print_table((title, ""), rows, "l", out)
+
+
+@runs.command()
+def delete(names: RunsArgument, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
+    """Delete runs with their requests and steps, for good."""
+    with terminal.results(), _services() as services:
+        stored = _get(services, run_ids(names))
+        if not yes:
+            listed = ", ".join(run.title for run in stored)
+            typer.confirm(f"Delete {listed} with all records?", abort=True, err=True)
+        services.repository.delete([run.run_id for run in stored])
+    terminal.note(f"deleted {', '.join(f'#{run.run_id}' for run in stored)}")
+
+
+def compare(
+    names: RunsArgument,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Run to compare with; by default the first.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Finished runs side by side: metrics against a baseline, and the settings that differ."""
+    with terminal.results() as out, _services() as services:
+        stored = _get(services, run_ids(names))
+        comparison = compare_runs(stored, run_ids([baseline])[0] if baseline else None)
+        if as_json:
+            terminal.write_document(out, comparison.to_dict())
+            return
+        headers = [run.title + (" (baseline)" if run.run_id == comparison.baseline else "") for run in stored]
+        rows = [
+            (formatting.metric_label(row.metric), *(_compared(row, index) for index in range(len(stored))))
+            for row in comparison.metrics
+        ]
+        terminal.print_table(("Metric", *headers), rows, "lr", out)
+        out.write("\n")
+        if comparison.settings:
+            rows = [(row.key, *(formatting.setting(value) for value in row.values)) for row in comparison.settings]
+            terminal.print_table(("Setting", *headers), rows, "lr", out)
+        else:
+            out.write("The settings are the same.\n")
+
+
+def export(
+    names: RunsArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="File to write; - is stdout.")],
+    file_format: Annotated[Literal["json", "csv"], typer.Option("--format", help="json or csv.")],
+    table: Annotated[
+        Literal["requests", "steps", "runs"] | None,
+        typer.Option("--table", help="What to export. Otherwise: requests in CSV, runs with all they hold in JSON."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
+) -> None:
+    """Write stored runs to a file."""
+    from db.export import export_runs
+
+    to_stdout = str(output) == "-"
+    if not to_stdout and output.exists() and not force:
+        raise ServeLabError(f"{output} exists; name another file, or overwrite it with --force")
+    with terminal.results() as out, _services() as services:
+        stored = _get(services, run_ids(names))
+        data = export_runs(services.repository, [run.run_id for run in stored], file_format, table)
+        if to_stdout:
+            out.buffer.write(data)
+            return
+    _write_whole(output, data)
+    terminal.note(f"wrote {output} ({formatting.file_size(len(data))})")
+
+
+def _services() -> Services:
+    from app.services import Services
+
+    return Services.open()
+
+
+def _get(services: Services, ids: Sequence[int]) -> list[Run]:
+    stored = []
+    for run_id in ids:
+        run = services.repository.get(run_id)
+        if run is None:
+            raise ServeLabError(f"there is no run #{run_id}; `servelab runs list` shows those that there are")
+        stored.append(run)
+    return stored
+
+
+def _metric(name: str, summary: Mapping[str, Any] | None) -> str:
+    return formatting.metric(name, metric_value(summary, name))
+
+
+def _compared(row: Any, index: int) -> str:
+    text = formatting.metric(row.metric, row.values[index])
+    change = row.differences[index]
+    return text if change is None else f"{text} ({formatting.difference(change)})"
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """All of it or nothing: an export that breaks off must not look like one."""
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(data)
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise ServeLabError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _plain(value: Any) -> Any:
+    return value.isoformat() if isinstance(value, datetime) else value
+
+
+def _setting(_key: str, value: Any) -> str:
+    """Exact, so that it can be typed again."""
+    return formatting.setting(value)
+
+
+def _fact(key: str, value: Any) -> str:
+    if key.endswith("_bytes"):
+        return formatting.memory(value)
+    return formatting.duration(value) if key.endswith("_seconds") else formatting.setting(value)

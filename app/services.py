@@ -1,0 +1,149 @@
+"""What the command line and the dashboard stand on: the database, and an engine once something must run.
+
+Opening costs no torch. The engine host and the run queue are built on first use and live until `close`; a run belongs
+to them and to the database, never to a page or a terminal.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from backend.config import EngineConfig
+from backend.errors import EngineError
+from backend.metrics.stats import RunEnd
+from backend.workload.spec import Workload
+from db.recorder import RunRecorder
+from db.repository import RunRepository
+from db.session import Database
+
+if TYPE_CHECKING:
+    from backend.engine.engine_host import EngineHost
+    from backend.experiments.run_queue import RunQueue
+
+
+class Services:
+    """One database, at most one engine. Thread-safe."""
+
+    def __init__(self, database: Database, make_host: Callable[[], EngineHost] | None = None) -> None:
+        """
+        Args:
+            database: owned from here on; `close` closes it.
+            make_host: builds the engine host on first use; by default `new_host`.
+        """
+        self.database = database
+        self.repository = RunRepository(database)
+        self._make_host = make_host
+        self._lock = threading.RLock()
+        self._host: EngineHost | None = None
+        self._queue: RunQueue | None = None
+        self._recorders: dict[int, _Recorder] = {}
+        self._recording_errors: dict[int, str] = {}
+        self._closed = False
+
+    @classmethod
+    def open(cls, url: str | None = None) -> Services:
+        """Open (and migrate) the database at `url`, by default the user's. Raises `DatabaseError`."""
+        return cls(Database.open(url))
+
+    @property
+    def host(self) -> EngineHost:
+        """The engine host; the first call imports torch."""
+        with self._lock:
+            self._check_open()
+            if self._host is None:
+                self._host = (self._make_host or new_host)()
+            return self._host
+
+    @property
+    def queue(self) -> RunQueue:
+        """The queue that runs one workload after another on `host`."""
+        with self._lock:
+            self._check_open()
+            if self._queue is None:
+                from backend.experiments.run_queue import RunQueue
+
+                self._queue = RunQueue(self.host)
+            return self._queue
+
+    def recording_error(self, run_id: int) -> str | None:
+        """Why records of this run did not reach the database, once it has ended; None when all of them did."""
+        return self._recording_errors.get(run_id)
+
+    def close(self) -> None:
+        """Cancel what runs, write what is left, free the device, close the database. Safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            queue, host = self._queue, self._host
+        try:
+            if queue is not None:
+                queue.close()
+            if host is not None:
+                host.close()
+        finally:
+            for recorder in list(self._recorders.values()):
+                recorder.close()
+            self.database.close()
+
+    def __enter__(self) -> Services:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("ServeLab is shutting down; no run can be started")
+
+    def _add_recorder(self, run_id: int) -> _Recorder:
+        recorder = self._recorders[run_id] = _Recorder(self.database, run_id, self._forget_recorder)
+        return recorder
+
+    def _forget_recorder(self, recorder: _Recorder) -> None:
+        self._recorders.pop(recorder.run_id, None)
+        if recorder.error:
+            self._recording_errors[recorder.run_id] = str(recorder.error)
+
+
+def start_run(services: Services, config: EngineConfig, workload: Workload, label: str | None = None) -> int:
+    """Create the run's row, its recorder, and hand it to the queue. Returns the run id at once.
+
+    Raises `DatabaseError` when the row cannot be written and `EngineError` while closing.
+    """
+    queue = services.queue  # first: an engine that cannot be built must not leave a row behind
+    run_id = services.repository.create(config.to_dict(), workload.to_dict(), label)
+    recorder = services._add_recorder(run_id)
+    try:
+        queue.submit(run_id, config, workload, (recorder,))
+    except BaseException as error:
+        recorder.on_run_end(RunEnd("failed", end_time=time.perf_counter(), error=str(error)))
+        raise
+    return run_id
+
+
+class _Recorder(RunRecorder):
+    """Closes itself when its run ends: once the queue reports the end, the last row is on disk."""
+
+    def __init__(self, database: Database, run_id: int, on_closed: Callable[[_Recorder], None]) -> None:
+        super().__init__(database, run_id)
+        self._on_closed = on_closed
+
+    def on_run_end(self, end: RunEnd) -> None:
+        super().on_run_end(end)
+        self.close()
+        self._on_closed(self)
+
+
+def new_host() -> EngineHost:
+    """An engine host without a model, in surroundings that were checked. Raises `ServeLabError`."""
+    from backend.compat import check_kernels_package, configure_cpu_environment
+
+    configure_cpu_environment()  # OpenMP reads its environment once, when torch is imported
+    check_kernels_package()
+    from backend.engine.engine_host import EngineHost
+
+    return EngineHost()

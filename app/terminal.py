@@ -1,0 +1,153 @@
+"""Where the command line writes: results on stdout, everything else on stderr.
+
+Nothing here imports the engine, and rich only where something is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, TextIO
+
+import typer
+
+PLAIN_WIDTH = 200  # columns of a table that goes into a file or a pipe, where nothing wraps
+
+
+@contextmanager
+def results() -> Iterator[TextIO]:
+    """Yield the real stdout, and send to stderr whatever else prints meanwhile: libraries, child processes."""
+    stdout = sys.stdout
+    stdout.flush()
+    real = None
+    try:
+        if stdout.fileno() == 1:
+            real = os.dup(1)
+            os.dup2(2, 1)
+    except (OSError, ValueError):
+        pass  # a test's or an embedder's stdout has no file descriptor to protect
+    sys.stdout = sys.stderr
+    try:
+        if real is None:
+            yield stdout
+        else:
+            # "replace": a dash that an old locale cannot show is no reason to fail.
+            with open(real, "w", encoding=stdout.encoding, errors="replace", closefd=False) as out:
+                yield out
+    finally:
+        sys.stdout = stdout
+        if real is not None:
+            os.dup2(real, 1)
+            os.close(real)
+
+
+def write_document(out: TextIO, document: Any) -> None:
+    """Write one JSON document. It is plain ASCII, whatever the terminal's encoding."""
+    out.write(json.dumps(document, allow_nan=False) + "\n")
+    out.flush()
+
+
+def note(message: str) -> None:
+    """One line on stderr."""
+    typer.echo(" ".join(message.split()), err=True)
+
+
+def fail(message: str) -> None:
+    """One line on stderr that says what went wrong."""
+    typer.secho("error: ", fg=typer.colors.RED, nl=False, err=True)
+    note(message)
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str, out: TextIO) -> None:
+    """Write a table.
+
+    Args:
+        align: a letter per column, `l` or `r`; the last one goes on for the rest.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for index, header in enumerate(headers):
+        right = align[min(index, len(align) - 1)] == "r"
+        table.add_column(Text(header), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # Text: labels and prompts are not markup
+    Console(file=out, width=None if out.isatty() else PLAIN_WIDTH).print(table)
+
+
+class Status:
+    """What is going on, on stderr: one line that changes on a terminal, otherwise a line each time the topic does."""
+
+    def __init__(self) -> None:
+        self._stream: TextIO = sys.stderr
+        self._topic: str | None = None
+        self._live: Any = None
+
+    def __enter__(self) -> Status:
+        if self._stream.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            # No refresh thread: it would take the interpreter from the step loop. `show` draws.
+            self._live = Live(console=Console(file=self._stream), auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def show(self, topic: str, text: str | None = None) -> None:
+        """Say `text` (by default the topic). Without a terminal only a new topic is printed."""
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.update(Text(text or topic), refresh=True)
+        elif topic != self._topic:
+            self._stream.write(f"{topic}\n")
+            self._stream.flush()
+        self._topic = topic
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+class Interruption:
+    """Ctrl-C and SIGTERM as a flag, so that what runs is cancelled and recorded rather than torn down.
+
+    The second signal ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def __bool__(self) -> bool:
+        return self.signal_number is not None
+
+    @property
+    def exit_code(self) -> int:
+        """128 + signal number, as shells report it: 130 for Ctrl-C, 143 for SIGTERM."""
+        return 128 + (self.signal_number or signal.SIGINT)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_number is not None:
+            os._exit(128 + number)
+        self.signal_number = number

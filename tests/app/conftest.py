@@ -1,0 +1,33 @@
+"""Services without an engine for the tests of the dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from app import resources
+from db.session import Database
+from tests.app.stored_runs import NASTY, FakeQueue, FakeServices, add_run
+
+
+@pytest.fixture
+def services() -> Iterator[FakeServices]:
+    """An empty database behind the pages."""
+    services = FakeServices(Database.open())
+    services.fake_queue = FakeQueue()
+    resources.install(services)
+    yield services
+    resources.install(None)
+    services.close()
+
+
+@pytest.fixture
+def stored(services: FakeServices) -> FakeServices:
+    """Runs #1 and #2 finished, #3 failed, #4 cancelled, #5 finished with a hostile label."""
+    add_run(services, label="first")
+    add_run(services, {"cache.block_size": 32}, label="larger blocks", step_s=0.08)
+    add_run(services, {"model.name": "nowhere"}, status="failed", error="there is no model 'nowhere'")
+    add_run(services, status="cancelled")
+    add_run(services, label=NASTY)
+    return services
