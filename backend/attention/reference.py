@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kernels.reference.paged_attention import paged_attention
-from kernels.reference.store_kv_cache import store_kv_cache
 from torch import Tensor
 
 from backend.attention.metadata import AttentionMetadata, LayerCache
+from kernels.reference.paged_attention import paged_attention
+from kernels.reference.store_kv_cache import store_kv_cache
 
 
 class ReferenceAttention:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Literal
@@ -28,9 +29,17 @@ class Flight:
     arrival_time: float
     ended: SimpleQueue[Flight]
     events: list[StreamEvent] = field(default_factory=list)
+    num_tokens: int = 0
+    first_time: float | None = None  # of the deliveries so far
+    last_time: float | None = None
 
     def on_event(self, event: StreamEvent) -> None:
         self.events.append(event)
+        if event.token_ids:
+            if self.first_time is None:
+                self.first_time = event.time
+            self.last_time = event.time
+            self.num_tokens += len(event.token_ids)
         if event.finish_reason is not None:
             self.ended.put(self)
 
@@ -65,3 +74,17 @@ class Flight:
             text="".join(event.text for event in events),
             token_ids=token_ids,
         )
+
+
+def latencies_so_far(flights: Iterable[Flight]) -> tuple[list[float], list[float]]:
+    """TTFT and TPOT, in ms, of measured requests that have their first (second) token but not yet their last."""
+    ttft, tpot = [], []
+    for flight in flights:
+        # Read once each, the last first: the target's thread may add a delivery meanwhile.
+        num_tokens, last, first = flight.num_tokens, flight.last_time, flight.first_time
+        if flight.warmup or first is None or last is None:
+            continue
+        ttft.append((first - flight.arrival_time) * 1e3)
+        if num_tokens > 1 and last > first:
+            tpot.append((last - first) * 1e3 / (num_tokens - 1))
+    return ttft, tpot

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from backend.config import EngineConfig
 from backend.errors import ConfigError, EngineError, ServeLabError
+from backend.experiments.flight import Flight, latencies_so_far
 from backend.experiments.runner import WorkloadResult, run_workload
 from backend.metrics.environment import environment
 from backend.metrics.gpu_monitor import TelemetrySampler
@@ -59,6 +60,7 @@ class _Job:
     config: EngineConfig
     workload: Workload
     live: LiveRun
+    in_flight: dict[str, Flight]
     peaks: PeakSink
     sinks: SinkGroup
     problem: ConfigError | None  # found when it was submitted; it ends the run as soon as that is taken up
@@ -108,9 +110,11 @@ class RunQueue:
             num_requests = count_requests(workload)
         except ConfigError as error:
             problem = error
-        live, peaks = LiveRun(run_id, num_requests), PeakSink()
+        in_flight: dict[str, Flight] = {}
+        live = LiveRun(run_id, num_requests, lambda: latencies_so_far(list(in_flight.values())))
+        peaks = PeakSink()
         # The live view comes last: once it says "finished", the other sinks have the whole run.
-        job = _Job(run_id, config, workload, live, peaks, SinkGroup((peaks, *sinks, live)), problem)
+        job = _Job(run_id, config, workload, live, in_flight, peaks, SinkGroup((peaks, *sinks, live)), problem)
         with self._changed:
             if self._closed:
                 raise EngineError("ServeLab is shutting down; no run can be started")
@@ -235,6 +239,7 @@ class RunQueue:
                 requests=requests,
                 cancel=job.cancel,
                 name=f"run{job.run_id}",
+                in_flight=job.in_flight,
                 target_failure=self._host_failure,
             )
         finally:

@@ -52,6 +52,7 @@ def run_workload(
     requests: Sequence[WorkloadRequest],
     cancel: threading.Event,
     name: str = "run",
+    in_flight: dict[str, Flight] | None = None,
     target_failure: Callable[[], str | None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
     wait: Callable[[float], object] | None = None,
@@ -66,11 +67,12 @@ def run_workload(
         requests: sent as `workload.arrivals` says.
         cancel: aborts what is in flight and waits for it.
         name: start of all request ids, which must be unlike those of other users of the target.
+        in_flight: where to keep the requests that have been sent and have not ended, for somebody who watches.
         target_failure: why the target will deliver nothing more, or None; asked while nothing ends.
         clock: `time.perf_counter` unless a test has its own.
         wait: called with seconds in place of blocking until a request ends, for a test's clock to move on in.
     """
-    driver = _Driver(target, sink, cancel, name, target_failure, clock, wait)
+    driver = _Driver(target, sink, cancel, name, {} if in_flight is None else in_flight, target_failure, clock, wait)
     try:
         if warmup:
             driver.drive("warming up", warmup, warmup=True)
@@ -89,6 +91,7 @@ class _Driver:
         sink: StatsSink,
         cancel: threading.Event,
         name: str,
+        in_flight: dict[str, Flight],
         target_failure: Callable[[], str | None],
         clock: Callable[[], float],
         wait: Callable[[float], object] | None,
@@ -100,7 +103,7 @@ class _Driver:
         self._target_failure = target_failure
         self._clock = clock
         self._wait = wait
-        self._in_flight: dict[str, Flight] = {}
+        self._in_flight = in_flight
         self._ended: SimpleQueue[Flight] = SimpleQueue()
         self._stats: list[RequestStats] = []
         self._failure: str | None = None

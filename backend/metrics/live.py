@@ -57,7 +57,7 @@ class LiveSnapshot:
     weights_bytes: int | None
     kv_cache_bytes: int | None
     rest_bytes: int | None  # device memory (resident set on the CPU) beyond weights and KV cache
-    ttft_ms: Distribution  # of the requests finished so far
+    ttft_ms: Distribution  # of the finished requests and, so far, of those under way
     tpot_ms: Distribution
     preemptions: int
     series: tuple[LivePoint, ...]
@@ -72,11 +72,20 @@ class LiveRun:
     Args:
         run_id: as in the database.
         num_requests: measured requests, 0 while unknown; `on_run_start` says it for certain.
+        in_flight: TTFT and TPOT so far of the requests under way, in ms; asked at each snapshot, so that following them
+            costs the engine nothing.
         clock: `time.perf_counter`, or a test's.
     """
 
-    def __init__(self, run_id: int, num_requests: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        run_id: int,
+        num_requests: int = 0,
+        in_flight: Callable[[], tuple[list[float], list[float]]] = lambda: ([], []),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.run_id = run_id
+        self._in_flight = in_flight
         self._clock = clock
         self._lock = threading.Lock()
         self._created = clock()
@@ -169,6 +178,7 @@ class LiveRun:
             recent, ttft, tpot = tuple(self._recent), self._ttft[:], self._tpot[:]
             series = self._series.points()
         input_tok_s, output_tok_s = _rates(recent, self._first_step_start, now)
+        ttft_under_way, tpot_under_way = self._in_flight() if end is None else ([], [])
         return LiveSnapshot(
             run_id=self.run_id,
             phase=phase,
@@ -190,8 +200,8 @@ class LiveRun:
             weights_bytes=sample.weights_bytes if sample else None,
             kv_cache_bytes=sample.kv_cache_bytes if sample else None,
             rest_bytes=_rest_bytes(sample),
-            ttft_ms=distribution(ttft),
-            tpot_ms=distribution(tpot),
+            ttft_ms=distribution([*ttft, *ttft_under_way]),
+            tpot_ms=distribution([*tpot, *tpot_under_way]),
             preemptions=preemptions,
             series=series,
             notices=start.notices if start else (),

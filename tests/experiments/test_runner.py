@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from backend.errors import EngineError, RequestError
+from backend.experiments.flight import Flight, latencies_so_far
 from backend.experiments.runner import ABORT_TIMEOUT_S, WorkloadResult, run_workload
 from backend.metrics.sinks import PeakSink
 from backend.metrics.stats import Phase, RequestStats, e2el_ms, queue_ms, summarize, tpot_ms, ttft_ms
@@ -99,6 +100,31 @@ def test_open_loop_never_waits_for_ends():
     assert [ttft_ms(s) for s in stats] == pytest.approx([1000 + 750 * i for i in range(6)])
     assert [queue_ms(s) for s in stats] == pytest.approx([750 * i for i in range(6)], abs=1e-6)
     assert target.most_in_flight == 5
+
+
+def test_latencies_are_known_while_requests_are_under_way():
+    """TTFT is final with the first token; TPOT so far is that of the tokens there are."""
+    short = Plan([(0.1, 1, "a"), (0.25, 1, "b")], "stop")
+    long = Plan([(0.1, 2, "a"), (0.2, 2, "b"), (0.2, 2, "c"), (0.2, 2, "d")], "stop")
+    silent = Plan([(0.9, 1, "a")], "stop")
+    plans = {"run-0": short, "run-1": long, "run-2": silent}
+    in_flight: dict[str, Flight] = {}
+    seen = []
+
+    class Watching(Sink):
+        def on_request_finished(self, stats: RequestStats) -> None:
+            super().on_request_finished(stats)
+            seen.append(latencies_so_far(in_flight.values()))
+
+    result = run(
+        SimulatedTarget(lambda request_id, *_: plans[request_id]), workload(3), Watching(), in_flight=in_flight
+    )
+    long_stats = by_index(result)[1]
+    ((ttft,), (tpot,)) = seen[0]
+    assert ttft == pytest.approx(ttft_ms(long_stats))
+    assert tpot == pytest.approx(200 / 3), "4 tokens in 2 deliveries 200 ms apart"
+    assert seen[-1] == ([], [])
+    assert in_flight == {}
 
 
 def test_a_late_driver_does_not_hide_queueing():

@@ -30,7 +30,7 @@ def start(at: float, num_requests: int = 4) -> RunStart:
 
 def test_from_queued_to_finished():
     clock = Clock()
-    live = LiveRun(12, 0, clock)
+    live = LiveRun(12, 0, clock=clock)
     clock.now = 103.0
     queued = live.snapshot()
     assert (queued.run_id, queued.status, queued.phase, queued.start_time) == (12, "queued", Phase("queued"), None)
@@ -56,7 +56,7 @@ def test_from_queued_to_finished():
 
 def test_warmup_is_shown_but_not_counted():
     clock = Clock()
-    live = LiveRun(1, 4, clock)
+    live = LiveRun(1, 4, clock=clock)
     live.on_run_start(start(100.0))
     live.on_phase(Phase("warming up", 0, 1))
     live.on_step(step(100.1, out=1, prefill=30, preempted=1))
@@ -75,7 +75,7 @@ def test_warmup_is_shown_but_not_counted():
 
 def test_rates_are_over_two_seconds_and_fall_in_a_stall():
     clock = Clock()
-    live = LiveRun(1, 4, clock)
+    live = LiveRun(1, 4, clock=clock)
     live.on_run_start(start(100.0))
     live.on_phase(Phase("running", 0, 4))
     for index in range(1, 101):  # 5 s of 20 steps a second, the first 2 s five times as fast
@@ -91,7 +91,7 @@ def test_rates_are_over_two_seconds_and_fall_in_a_stall():
 
 def test_rates_of_a_young_run_are_over_its_age():
     clock = Clock()
-    live = LiveRun(1, 4, clock)
+    live = LiveRun(1, 4, clock=clock)
     live.on_run_start(start(100.0))
     live.on_step(step(100.05, out=4))
     clock.now = 100.1
@@ -99,7 +99,7 @@ def test_rates_of_a_young_run_are_over_its_age():
 
 
 def test_requests_and_memory():
-    live = LiveRun(1, 4, Clock())
+    live = LiveRun(1, 4, clock=Clock())
     live.on_run_start(start(100.0))
     for request in (decode(11), decode(1), failed()):
         live.on_request_finished(request)
@@ -132,7 +132,7 @@ def test_series_stays_short_and_loses_no_tokens(duration_s: float):
 
 def test_a_stall_shows_in_the_series_before_the_next_step():
     clock = Clock()
-    live = LiveRun(1, 4, clock)
+    live = LiveRun(1, 4, clock=clock)
     live.on_run_start(start(100.0))
     live.on_step(step(100.1))
     clock.now = 103.0
