@@ -50,7 +50,8 @@ def main() -> None:
                 recorder = RunRecorder(database, run_id) if name == "recorded" else None
                 queue.submit(run_id, config, workload, (recorder,) if recorder else ())
                 end = queue.wait(run_id)
-                assert end is not None and end.summary is not None, end
+                if end is None or end.summary is None:
+                    raise SystemExit(f"the run did not finish: {end}")
                 if recorder:
                     recorder.close()
                     num_steps = len(repository.steps(run_id))
@@ -66,7 +67,8 @@ def main() -> None:
         "steps": num_steps,
         "repeats": arguments.repeats,
         "duration_s": {
-            name: {"median": medians[name], "min": min(values), "max": max(values)} for name, values in durations.items()
+            name: {"median": medians[name], "min": min(values), "max": max(values)}
+            for name, values in durations.items()
         },
         "step_ms": medians["not recorded"] / num_steps * 1e3,
         "overhead": medians["recorded"] / medians["not recorded"] - 1,

@@ -12,6 +12,7 @@ from app import resources
 from app.components import widgets
 from app.components.form_fields import LABEL
 from backend.config import EngineConfig
+from backend.errors import DatabaseError
 from backend.metrics.live import LiveRun
 from backend.workload.spec import Workload
 from tests.app.pages import DASHBOARD, page, press, tick, words
@@ -165,7 +166,18 @@ def test_a_database_that_cannot_be_opened_is_one_line_on_every_page(
     app = AppTest.from_file(DASHBOARD, default_timeout=60).run()
     assert not app.exception
     assert len(app.error) == 1
-    assert str(foreign) in app.error[0].value
+    assert str(foreign) in words(app)
+
+
+def test_a_database_that_fails_later_is_one_line_too(stored: FakeServices, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise DatabaseError("the database is locked: another program has been writing for over 10 s")
+
+    for method in ("get", "list"):
+        monkeypatch.setattr(stored.repository, method, fail)
+    for name in ("run", "history", "compare"):
+        assert "is locked" in words(page(name))
+    assert "is locked" in words(page("detail", run="1"))
 
 
 def test_pages_do_without_torch(stored: FakeServices, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,171 @@
+"""What the Run form asks, in words. Which values are allowed comes from the settings themselves. No Streamlit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from app.components.fields import Field, fields_of
+from backend.config import EngineConfig
+from backend.sampling_params import SamplingSettings
+from backend.workload.spec import PromptsSource, ServiceLevel, SharedPrefixSource, SyntheticSource, Workload
+
+MODEL = "model.name"
+SOURCE = "workload.source"
+ARRIVALS = "workload.arrivals.kind"
+OUTPUT_LEN = "workload.output_len"
+TEMPERATURE = "workload.sampling.temperature"
+OVERRIDES = "overrides"
+LABEL = "label"
+
+SOURCES = {
+    "built_in": "16 chat prompts",
+    "own": "Your own prompts",
+    "file": "Prompts from a JSONL file",
+    "synthetic": "Synthetic token ids",
+    "shared_prefix": "Shared prefixes",
+}
+ARRIVAL_KINDS = {
+    "all_at_once": "All at once",
+    "closed_loop": "Closed loop",
+    "constant": "Constant rate",
+    "poisson": "Poisson",
+}
+LENGTH_KINDS = {"fixed": "Fixed", "uniform": "Uniform", "normal": "Normal"}
+
+# A length that varies asks for these in place of one number.
+LENGTH_PARTS = {"fixed": ("value",), "uniform": ("min", "max"), "normal": ("mean", "std", "min", "max")}
+
+_LARGEST_INT = 2**53 - 1  # what a browser's number holds exactly
+
+_HELP = {
+    "scheduler.max_num_seqs": "More share a step and raise throughput; each of them then waits longer. Auto: CUDA 256, "
+    "CPU 16.",
+    "scheduler.max_num_batched_tokens": "Token budget of one step: small keeps decoding smooth, large prefills faster. "
+    "Auto: CUDA 8,192, CPU 512.",
+    "workload.source.prompts": "One prompt a line.",
+    "workload.source.file": "A path on this machine, one JSON object a line.",
+    "workload.source.num_requests": "More requests steady the figures and take longer.",
+    "workload.source.groups": "Distinct prefixes: more groups share less.",
+    "workload.source.prompts_per_group": "Prompts that begin with the same prefix.",
+    "workload.source.prefix_len": "Tokens that the prompts of a group share.",
+    "workload.source.prompt_len": "Tokens per prompt: longer ones cost prefill and KV cache.",
+    "workload.source.suffix_len": "Tokens per prompt after the shared prefix.",
+    "workload.arrivals.concurrency": "Requests in flight: more raise throughput and the wait of each.",
+    "workload.arrivals.rate": "Above what the engine can do, the queue only grows.",
+    "workload.slo.ttft_ms": "The latest first token that still counts for goodput.",
+    "workload.slo.tpot_ms": "The slowest output token that still counts for goodput.",
+    "workload.seed": "Same seed: same prompts, lengths, arrivals and draws.",
+}
+_LABELS = {
+    "model.max_model_len": "Context length",
+    "cache.num_blocks": "KV blocks",
+    "cache.gpu_memory_utilization": "GPU memory share",
+    "cache.cpu_bytes": "KV cache on the CPU (MiB)",
+    "scheduler.max_num_seqs": "Requests per step",
+    "scheduler.max_num_batched_tokens": "Tokens per step",
+    "kernels.backend": "Kernels",
+    "kernels.cpu_threads": "CPU threads",
+    "workload.source.prompts": "Prompts",
+    "workload.source.limit": "Use the first",
+    "workload.source.chat": "Chat template",
+    "workload.source.num_requests": "Requests",
+    "workload.source.prefix_len": "Prefix tokens",
+    "workload.source.prompt_len": "Prompt tokens",
+    "workload.source.suffix_len": "Tokens after the prefix",
+    "workload.arrivals.concurrency": "In flight",
+    "workload.arrivals.rate": "Requests per second",
+    "workload.output_len": "Output tokens",
+    "workload.sampling.top_k": "Top k",
+    "workload.sampling.top_p": "Top p",
+    "workload.sampling.ignore_eos": "Ignore end of sequence",
+    "workload.sampling.stop": "Stop strings",
+    "workload.sampling.stop_token_ids": "Stop token ids",
+    "workload.slo.preset": "Latency limits",
+    "workload.slo.ttft_ms": "TTFT limit (ms)",
+    "workload.slo.tpot_ms": "TPOT limit (ms)",
+    "workload.warmup_requests": "Warm-up requests",
+}
+# What an empty box stands for, where "auto" would not say it.
+_EMPTY = {
+    "model.revision": "none",
+    "workload.source.limit": "all",
+    "workload.slo.preset": "none",
+    "workload.slo.ttft_ms": "no limit",
+    "workload.slo.tpot_ms": "no limit",
+}
+_SCALES = {"cache.cpu_bytes": 2**20}
+
+
+def label_of(key: str) -> str:
+    """A setting's name on the form: its own words, or the last part of its key."""
+    return _LABELS.get(key) or key.rpartition(".")[2].replace("_", " ").capitalize()
+
+
+def help_of(key: str) -> str:
+    """What a setting trades, in one line, where the settings themselves do not say it."""
+    return _HELP.get(key, "")
+
+
+def empty_of(key: str) -> str:
+    """What an empty box means."""
+    return _EMPTY.get(key, "auto")
+
+
+def _for_form(fields: Iterable[Field]) -> tuple[Field, ...]:
+    return tuple(_worded(field) for field in fields)
+
+
+def _worded(field: Field) -> Field:
+    help_text = help_of(field.key) or field.help
+    if field.kind != "int":
+        return replace(field, help=help_text)
+    scale = _SCALES.get(field.key, 1)
+    minimum = None if field.minimum is None else math.ceil(field.minimum / scale)
+    maximum = min(field.maximum or _LARGEST_INT, _LARGEST_INT) // scale
+    return replace(field, help=help_text, minimum=minimum, maximum=maximum, scale=scale)
+
+
+def _named(fields: Iterable[Field], *names: str) -> tuple[Field, ...]:
+    by_name = {field.key.rpartition(".")[2]: field for field in fields}
+    return _for_form(by_name[name] for name in names)
+
+
+_prompts = list(fields_of(PromptsSource, f"{SOURCE}."))
+SOURCE_FIELDS: dict[str, tuple[Field, ...]] = {
+    "built_in": _named(_prompts, "limit", "chat"),
+    "own": _named(_prompts, "prompts", "chat"),
+    "file": _named(_prompts, "file", "field", "limit", "chat"),
+    "synthetic": _named(fields_of(SyntheticSource, f"{SOURCE}."), "num_requests"),
+    "shared_prefix": _named(fields_of(SharedPrefixSource, f"{SOURCE}."), "groups", "prompts_per_group", "prefix_len"),
+}
+# The length that a kind of source asks for besides: its key and default.
+SOURCE_LENGTHS: dict[str, tuple[str, int]] = {
+    "synthetic": (f"{SOURCE}.prompt_len", SyntheticSource.model_fields["prompt_len"].default),
+    "shared_prefix": (f"{SOURCE}.suffix_len", SharedPrefixSource.model_fields["suffix_len"].default),
+}
+_RATE = Field("workload.arrivals.rate", "float", 4.0, help_of("workload.arrivals.rate"), minimum=0, maximum=1e6)
+ARRIVAL_FIELDS: dict[str, Field] = {
+    "closed_loop": Field(
+        "workload.arrivals.concurrency",
+        "int",
+        4,
+        help_of("workload.arrivals.concurrency"),
+        minimum=1,
+        maximum=100_000,
+    ),
+    "constant": _RATE,
+    "poisson": _RATE,
+}
+LENGTHS: dict[str, int] = {
+    OUTPUT_LEN: Workload.model_fields["output_len"].default,
+    **dict(SOURCE_LENGTHS.values()),
+}
+
+CONFIG_FIELDS = _for_form(field for field in fields_of(EngineConfig) if field.key != MODEL)
+SAMPLING_FIELDS = _for_form(fields_of(SamplingSettings, "workload.sampling."))
+SLO_FIELDS = _for_form(fields_of(ServiceLevel, "workload.slo."))
+RUN_FIELDS = _for_form(
+    field for field in fields_of(Workload, "workload.") if field.key in ("workload.warmup_requests", "workload.seed")
+)

@@ -1,0 +1,33 @@
+"""Where the pages are, and links between them. Every view has an address; what is selected is part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from app.state import address_of
+
+HOME = "app_pages/home.py"
+RUN = "app_pages/run.py"
+HISTORY = "app_pages/history.py"
+DETAIL = "app_pages/detail.py"
+COMPARE = "app_pages/compare.py"
+
+
+def run_link(label: str = "Start a run") -> None:
+    st.page_link(RUN, label=label, icon=":material/play_arrow:")
+
+
+def history_link(label: str = "All runs") -> None:
+    st.page_link(HISTORY, label=label, icon=":material/history:")
+
+
+def detail_link(run_id: int, label: str | None = None) -> None:
+    st.page_link(
+        DETAIL, label=label or f"Details of #{run_id}", icon=":material/query_stats:", query_params={"run": str(run_id)}
+    )
+
+
+def compare_link(run_ids: Sequence[int], label: str) -> None:
+    st.page_link(COMPARE, label=label, icon=":material/compare_arrows:", query_params={"runs": address_of(run_ids)})

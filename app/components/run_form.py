@@ -1,0 +1,173 @@
+"""The form that starts a run. Untouched, it is `servelab run` without arguments."""
+
+from __future__ import annotations
+
+import time
+
+import streamlit as st
+
+from app import formatting
+from app.components import activity, widgets
+from app.components import form_fields as form
+from app.services import Services, start_run
+from app.state import read_form
+from backend.config import EngineConfig
+from backend.errors import ServeLabError
+from backend.models.sources import PULLABLE, ModelInfo, is_pullable, list_models, resolve_source
+from backend.workload.datasets import count_requests
+from backend.workload.spec import Workload
+
+SAME_CLICK_S = 2.0  # a second press within this time, for the very same run, is the first one's echo
+
+_ERROR = "form error"
+_LAST_START = "last start"
+_MODEL_STATES = {
+    "ready": "ready",
+    "not pulled": "will be pulled",
+    "damaged": "damaged, will be pulled again",
+    "built in": "random weights",
+}
+
+
+def show(services: Services) -> None:
+    widgets.seed()
+    with st.container(border=True, key="run-form"):
+        with st.grid(6, min_column_width=140) as grid:
+            with grid.cell(column_span=2):
+                _model()
+            widgets.choice(
+                form.SOURCE, form.SOURCES, "Workload", "What is asked: text, or exact numbers of random tokens."
+            )
+            widgets.choice(
+                form.ARRIVALS, form.ARRIVAL_KINDS, "Arrivals", "When: a burst shows throughput, a rate shows waiting."
+            )
+            widgets.length(form.OUTPUT_LEN, form.LENGTHS[form.OUTPUT_LEN])
+            _temperature()
+        _what_the_choices_ask()
+        with st.expander("Advanced", icon=":material/tune:"):
+            _advanced()
+        _start_row(services)
+        error = st.session_state.get(_ERROR)
+        if error:
+            st.error(error, icon=":material/error:")
+
+
+def _model() -> None:
+    models = {model.name: model for model in list_models()}
+    chosen = widgets.value(form.MODEL)
+    st.selectbox(
+        "Model",
+        [*models, *([chosen] if chosen and chosen not in models else [])],
+        format_func=lambda name: _model_text(name, models.get(name)),
+        key=widgets.key_of(form.MODEL),
+        accept_new_options=True,
+        help="A model by name, or type the folder of a Hugging Face model of the Llama architecture.",
+        persist_state="session",
+    )
+
+
+def _model_text(name: str, model: ModelInfo | None) -> str:
+    if model is None:
+        return name
+    size_bytes = PULLABLE[name].wheel_bytes if model.state == "not pulled" else model.size_bytes
+    size = f" ({formatting.file_size(size_bytes)})" if size_bytes else ""
+    return f"{name} · {_MODEL_STATES.get(model.state, model.state)}{size}"
+
+
+def _temperature() -> None:
+    widgets.setting(next(field for field in form.SAMPLING_FIELDS if field.key == form.TEMPERATURE))
+
+
+def _what_the_choices_ask() -> None:
+    """The fields of the chosen workload and arrivals; none for the defaults."""
+    source, arrivals = widgets.value(form.SOURCE), widgets.value(form.ARRIVALS)
+    fields = [field for field in form.SOURCE_FIELDS[source] if source != "built_in"]
+    fields += [form.ARRIVAL_FIELDS[arrivals]] if arrivals in form.ARRIVAL_FIELDS else []
+    for field in fields:
+        if field.kind == "text_list":
+            widgets.setting(field)
+    rest = [field for field in fields if field.kind != "text_list"]
+    if not rest and source not in form.SOURCE_LENGTHS:
+        return
+    with st.grid(6, min_column_width=140, vertical_alignment="bottom"):
+        for field in rest:
+            widgets.setting(field)
+        if source in form.SOURCE_LENGTHS:
+            widgets.length(*form.SOURCE_LENGTHS[source])
+
+
+def _advanced() -> None:
+    source = widgets.value(form.SOURCE)
+    st.markdown("**Workload**")
+    with st.grid(4, min_column_width=180, vertical_alignment="bottom"):
+        if source == "built_in":
+            for field in form.SOURCE_FIELDS[source]:
+                widgets.setting(field)
+        widgets.length_kind(form.OUTPUT_LEN)
+        if source in form.SOURCE_LENGTHS:
+            widgets.length_kind(form.SOURCE_LENGTHS[source][0])
+        for field in (*form.RUN_FIELDS, *form.SLO_FIELDS):
+            widgets.setting(field)
+    st.markdown("**Sampling**")
+    with st.grid(4, min_column_width=180, vertical_alignment="bottom"):
+        for field in form.SAMPLING_FIELDS:
+            if field.key != form.TEMPERATURE:
+                widgets.setting(field)
+    st.markdown("**Engine**")
+    with st.grid(4, min_column_width=180, vertical_alignment="bottom"):
+        for field in form.CONFIG_FIELDS:
+            widgets.setting(field)
+    st.text_area(
+        "More settings",
+        key=widgets.key_of(form.OVERRIDES),
+        placeholder="cache.block_size = 32\nworkload.seed = 1",
+        height=90,
+        help="Any setting as `key = value`, one a line, as `servelab run --set` takes it. These lines win.",
+        persist_state="session",
+    )
+
+
+def _start_row(services: Services) -> None:
+    busy = activity.is_active(services.queue.live())
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        st.text_input(
+            "Label",
+            key=widgets.key_of(form.LABEL),
+            placeholder="Label (optional)",
+            label_visibility="collapsed",
+            width=260,
+            persist_state="session",
+        )
+        st.button(
+            "Add to queue" if busy else "Start",
+            type="primary",
+            icon=":material/queue:" if busy else ":material/play_arrow:",
+            key="start",
+            help="Waits for the run under way, then starts." if busy else None,
+            on_click=_start,
+            args=(services,),
+        )
+
+
+def _start(services: Services) -> None:
+    """Runs before the page is drawn: the run is the queue's from here on, whatever becomes of this page."""
+    st.session_state.pop(_ERROR, None)
+    try:
+        config, workload = read_form(widgets.values())
+        label = (widgets.value(form.LABEL) or "").strip() or None
+        asked = (config, workload, label)
+        last, when = st.session_state.get(_LAST_START, (None, 0.0))
+        if asked == last and time.monotonic() - when < SAME_CLICK_S:
+            return
+        _check(config, workload)
+        start_run(services, config, workload, label)
+        st.session_state[_LAST_START] = (asked, time.monotonic())
+    except ServeLabError as error:
+        st.session_state[_ERROR] = str(error)
+
+
+def _check(config: EngineConfig, workload: Workload) -> None:
+    """Find now what would fail the run before its first request: a model or a file that is not there."""
+    if not is_pullable(config.model.name):
+        resolve_source(config.model.name)
+    count_requests(workload)

@@ -1,0 +1,108 @@
+"""Stored runs as a table in which rows can be ticked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from app.components.form_fields import ARRIVAL_KINDS
+from backend.experiments.compare import metric_value
+from db.run_rows import Run
+
+_STATUS_COLOURS = {
+    "queued": "gray",
+    "loading": "blue",
+    "running": "blue",
+    "finished": "green",
+    "failed": "red",
+    "cancelled": "gray",
+    "interrupted": "orange",
+}
+
+_SHORT_TABLE = 14  # rows that are shown without scrolling
+
+
+def show(runs: Sequence[Run]) -> list[Run]:
+    """Draw the table and return the ticked runs, in its order."""
+    state = st.dataframe(
+        table(runs),
+        key=table_key(runs),
+        hide_index=True,
+        column_config=_columns(),
+        on_select="rerun",
+        selection_mode="multi-row",
+        lazy=False,
+        placeholder="–",
+        height="content" if len(runs) <= _SHORT_TABLE else 520,
+    )
+    return [runs[row] for row in state["selection"]["rows"] if row < len(runs)]
+
+
+def table_key(runs: Sequence[Run]) -> str:
+    """The table's identity hangs on the runs it shows: ticks are kept by row number, and must not slide to other runs."""
+    return f"runs-{sha256(','.join(str(run.run_id) for run in runs).encode()).hexdigest()[:12]}"
+
+
+def table(runs: Sequence[Run]) -> pd.DataFrame:
+    """One row per run; figures are rounded to three digits and stay numbers, so that they sort."""
+    rows = [
+        {
+            "run": f"#{run.run_id}",
+            "status": [run.status],
+            "label": run.label,
+            "output": _rounded(metric_value(run.summary, "output_throughput_tok_s")),
+            "ttft": _rounded(metric_value(run.summary, "ttft_ms.p50")),
+            "tpot": _rounded(metric_value(run.summary, "tpot_ms.p50")),
+            "duration": _rounded(metric_value(run.summary, "duration_s")),
+            "model": run.model,
+            "workload": workload_text(run.workload),
+            "created": run.created_at.astimezone(),
+            "note": run.error or run.notes,
+        }
+        for run in runs
+    ]
+    return pd.DataFrame(rows)
+
+
+def workload_text(workload: Mapping[str, Any]) -> str:
+    """A workload in a few words: "chat prompts, Poisson 4/s, 64 out"."""
+    source, arrivals = workload["source"], workload["arrivals"]
+    asked = {
+        "prompts": "chat prompts" if source.get("chat") else "prompts",
+        "synthetic": f"{source.get('num_requests')} synthetic",
+        "shared_prefix": "shared prefixes",
+    }[source["kind"]]
+    when = ARRIVAL_KINDS[arrivals["kind"]].lower()
+    if "rate" in arrivals:
+        when += f" {arrivals['rate']:g}/s"
+    elif "concurrency" in arrivals:
+        when += f" of {arrivals['concurrency']}"
+    length = workload["output_len"]
+    return f"{asked}, {when}, {length if isinstance(length, int) else length['kind']} out"
+
+
+def _columns() -> dict[str, Any]:
+    config = st.column_config
+    return {
+        "run": config.TextColumn("Run", width=60, pinned=True),
+        "status": config.MultiselectColumn(
+            "Status", options=list(_STATUS_COLOURS), color=list(_STATUS_COLOURS.values()), width=100
+        ),
+        "label": config.TextColumn("Label", width=150),
+        "model": config.TextColumn("Model", width=110),
+        "workload": config.TextColumn("Workload", width=200),
+        "created": config.DatetimeColumn("Created", format="YYYY-MM-DD HH:mm", width=130),
+        "output": config.NumberColumn("Output tok/s", format="localized", width=95),
+        "ttft": config.NumberColumn("TTFT p50 ms", format="localized", width=95),
+        "tpot": config.NumberColumn("TPOT p50 ms", format="localized", width=95),
+        "duration": config.NumberColumn("Duration s", format="localized", width=85),
+        "note": config.TextColumn("Cause or notes", width=260),
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.3g}")

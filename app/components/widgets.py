@@ -1,0 +1,112 @@
+"""One widget per setting. Values live in the session under the form's keys and survive a visit to another page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import streamlit as st
+
+from app.components import form_fields as form
+from app.components.fields import Field
+from app.state import default_values
+
+PREFIX = "form:"
+
+
+def key_of(key: str) -> str:
+    """The widget key of a setting."""
+    return PREFIX + key
+
+
+def seed() -> None:
+    """Give every widget that has no value yet its default: widgets themselves are created without one."""
+    for key, value in default_values().items():
+        st.session_state.setdefault(key_of(key), value)
+
+
+def fill(values: Mapping[str, Any]) -> None:
+    """Put these values on the form. Only before its widgets are drawn, as in a callback."""
+    for key, value in values.items():
+        st.session_state[key_of(key)] = value
+
+
+def values() -> dict[str, Any]:
+    """The form as it stands."""
+    state = {str(key): value for key, value in st.session_state.items()}
+    return {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)}
+
+
+def value(key: str) -> Any:
+    return st.session_state[key_of(key)]
+
+
+def choice(key: str, options: Mapping[str, str], label: str, help_text: str = "") -> str:
+    """A selectbox over named options."""
+    return st.selectbox(
+        label,
+        list(options),
+        format_func=lambda option: options[option],
+        key=key_of(key),
+        help=help_text or None,
+        persist_state="session",
+    )
+
+
+def setting(field: Field, label: str | None = None) -> None:
+    """The widget that fits a setting's kind. An empty number is "auto" where the setting may be left out."""
+    label = label or form.label_of(field.key)
+    help_text = f"{field.help}  \n`{field.key}`".strip()
+    common: dict[str, Any] = {"key": key_of(field.key), "help": help_text, "persist_state": "session"}
+    match field.kind:
+        case "choice":
+            st.selectbox(
+                label, field.choices, format_func=lambda option: "none" if option is None else str(option), **common
+            )
+        case "toggle":
+            st.toggle(label, **common)
+        case "int":
+            _number(label, field, step=1, as_type=int, **common)
+        case "float":
+            _number(label, field, step=0.1, as_type=float, **common)
+        case "text":
+            st.text_input(label, placeholder=form.empty_of(field.key) if field.optional else None, **common)
+        case _:
+            st.text_area(label, height=100, placeholder="one a line", **common)
+
+
+def length(key: str, default: int) -> None:
+    """A length: one number, or the parts of a distribution."""
+    kind = value(f"{key}.kind")
+    label = form.label_of(key)
+    for part in form.LENGTH_PARTS[kind]:
+        is_float = part in ("mean", "std")
+        field = Field(
+            f"{key}.{part}", "float" if is_float else "int", None, form.help_of(key), minimum=0 if is_float else 1
+        )
+        setting(field, label if part == "value" else f"{label}, {part}")
+
+
+def length_kind(key: str) -> None:
+    choice(
+        f"{key}.kind",
+        form.LENGTH_KINDS,
+        f"{form.label_of(key)}: spread",
+        "Whether all requests have one length, or lengths drawn from a distribution.",
+    )
+
+
+def _number(label: str, field: Field, *, step: float, as_type: type, **common: Any) -> None:
+    bounds = {
+        name: as_type(bound)
+        for name, bound in (("min_value", field.minimum), ("max_value", field.maximum))
+        if bound is not None
+    }
+    st.number_input(
+        label,
+        value=None,  # the session holds it; a default here would fight with it
+        step=as_type(step),
+        placeholder=form.empty_of(field.key) if field.optional else str(field.default),
+        **bounds,
+        **common,
+    )
