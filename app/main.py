@@ -1,4 +1,7 @@
-"""The dashboard as a server: `servelab app`, or `streamlit run app/main.py`. One process, one engine for all viewers."""
+"""The dashboard as a server: `servelab app`, or `streamlit run app/main.py` in the repository, where its settings lie.
+
+One process, one engine for all viewers.
+"""
 
 from __future__ import annotations
 

@@ -60,9 +60,11 @@ def setting(field: Field, label: str | None = None) -> None:
     common: dict[str, Any] = {"key": key_of(field.key), "help": help_text, "persist_state": "session"}
     match field.kind:
         case "choice":
-            st.selectbox(
-                label, field.choices, format_func=lambda option: "none" if option is None else str(option), **common
-            )
+            options = [option for option in field.choices if option is not None]
+            if field.optional:
+                st.selectbox(label, options, index=None, placeholder=form.empty_of(field.key), **common)
+            else:
+                st.selectbox(label, options, **common)
         case "toggle":
             st.toggle(label, **common)
         case "int":

@@ -11,8 +11,9 @@ import time
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.browser.conftest import Dashboard
+from tests.browser.server import Dashboard, require_browser
 
+require_browser()
 pytestmark = pytest.mark.browser
 
 OUTPUT_TOKENS = 20
