@@ -186,6 +186,9 @@ class EngineHost:
             raise
         self._config = config
         self._state = "ready"
+        # Modules and the engine live on: a collection need not walk them again and hold up a step for a tenth of a second.
+        gc.collect()
+        gc.freeze()
         return self._loaded.info
 
     def _unload(self, reason: str) -> None:
@@ -199,6 +202,7 @@ class EngineHost:
             loaded.engine.set_sink(None)
             loaded.engine.executor.shutdown()
             del loaded
+            gc.unfreeze()
             gc.collect()
 
     def _add(

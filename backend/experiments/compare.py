@@ -12,6 +12,7 @@ from backend.errors import ServeLabError
 Verdict = Literal["better", "worse", "equal"]
 
 _QUANTILES = ("p50", "p99")
+_SMALLEST_DIFFERENCE = 5e-4  # what a percentage with one decimal still shows
 
 # Metric -> whether a higher value is better; None where neither is.
 _DIRECTIONS: dict[str, bool | None] = {
@@ -158,7 +159,7 @@ def _metric_row(metric: str, runs: Sequence[ComparableRun], baseline: int) -> Me
 def _verdict(value: float, reference: float, higher_is_better: bool | None) -> Verdict | None:
     if higher_is_better is None:
         return None
-    if math.isclose(value, reference, rel_tol=1e-9, abs_tol=1e-12):
+    if math.isclose(value, reference, rel_tol=_SMALLEST_DIFFERENCE, abs_tol=1e-12):
         return "equal"
     return "better" if (value > reference) == higher_is_better else "worse"
 

@@ -41,7 +41,7 @@ class LiveSnapshot:
     phase: Phase
     status: RunStatus
     start_time: float | None  # perf_counter; None until the target is ready
-    elapsed_s: float  # since the start, or since the run was submitted while there is none; stops at the end
+    elapsed_s: float  # since the run was submitted; stops at the end
     num_requests: int  # measured ones; 0 until known
     num_finished: int
     num_failed: int
@@ -184,7 +184,7 @@ class LiveRun:
             phase=phase,
             status=status,
             start_time=start_time,
-            elapsed_s=max(0.0, now - (self._created if start_time is None else start_time)),
+            elapsed_s=max(0.0, now - self._created),
             num_requests=num_requests,
             num_finished=num_finished,
             num_failed=num_failed,

@@ -10,6 +10,8 @@ from torch import Tensor
 from backend.sample.metadata import SamplingMetadata
 from backend.sample.random import Purpose, uniform
 
+_NUCLEUS_GUESS = 512
+
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
@@ -38,45 +40,63 @@ class Sampler:
         rows = [row for row in metadata.sampled_rows if finite[row]]
         chosen = token_ids.tolist()
         if rows:
-            scaled = (logits[rows] - largest[rows, None]).double()
-            scaled /= torch.tensor([metadata.params[row].temperature for row in rows], device=logits.device)[:, None]
+            temperatures = torch.tensor([metadata.params[row].temperature for row in rows], device=logits.device)
+            # Relative to the row's maximum: no exponential overflows, and the largest weight is 1.
+            weights = ((logits[rows] - largest[rows, None]) / temperatures[:, None]).exp_()
             draws = uniform(
                 [metadata.params[row].seed for row in rows], [metadata.positions[row] for row in rows], Purpose.TOKEN
             )
-            for row, token_id in zip(rows, self._draw(scaled, rows, draws.tolist(), metadata), strict=True):
+            for row, token_id in zip(rows, _draw(weights, rows, draws.tolist(), metadata), strict=True):
                 chosen[row] = token_id
         return SamplerOutput(chosen, finite)
 
-    def _draw(self, scaled: Tensor, rows: list[int], draws: list[float], metadata: SamplingMetadata) -> list[int]:
-        vocab_size = scaled.shape[1]
-        probs = scaled.softmax(dim=-1)
-        token_ids = []
-        for index, row in enumerate(rows):
-            params = metadata.params[row]
-            top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
-            if top_k == vocab_size and params.top_p == 1:
-                token_ids.append(_invert(probs[index], draws[index]))
-            else:
-                kept, order = _filter(probs[index], top_k, params.top_p)
-                token_ids.append(int(order[_invert(kept, draws[index])]))
-        return token_ids
+
+def _draw(weights: Tensor, rows: list[int], draws: list[float], metadata: SamplingMetadata) -> list[int]:
+    """One token id per row of unnormalised probabilities, float32 [len(rows), vocab_size]."""
+    vocab_size = weights.shape[1]
+    token_ids = []
+    for index, row in enumerate(rows):
+        params = metadata.params[row]
+        top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+        if top_k == vocab_size and params.top_p == 1:
+            token_ids.append(_invert(weights[index], draws[index]))
+        else:
+            kept, ids = _filter(weights[index], top_k, params.top_p)
+            token_ids.append(int(ids[_invert(kept, draws[index])]))
+    return token_ids
 
 
-def _filter(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """The kept probabilities in falling order and their ids; equal ones by rising id."""
-    ordered, order = probs.sort(descending=True, stable=True)
-    ordered = ordered[:top_k]
-    cumulative = ordered.cumsum(0)
+def _filter(weights: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """The weights kept, in falling order, and their ids; equal ones by rising id."""
+    vocab_size = len(weights)
+    by_count = top_k < vocab_size
+    # The nucleus is nearly always small: widen the search only until it is inside.
+    size = top_k if by_count else _NUCLEUS_GUESS
+    while True:
+        ids = _largest(weights, size)
+        ordered = weights[ids]
+        cumulative = ordered.cumsum(0, dtype=torch.float64)
+        total = cumulative[-1] if by_count else weights.sum(dtype=torch.float64)
+        if by_count or size >= vocab_size or cumulative[-1] >= top_p * total:
+            break
+        size *= 16
     # Keep a token while what precedes it has not reached top_p of the total: at least one always stays.
-    before = cumulative - ordered
-    kept = int((before < top_p * cumulative[-1]).sum())
-    return ordered[: max(kept, 1)], order
+    kept = max(1, int((cumulative - ordered < top_p * total).sum()))
+    return ordered[:kept], ids
+
+
+def _largest(weights: Tensor, size: int) -> Tensor:
+    """Ids of the `size` largest weights in falling order, equal ones by rising id, without sorting the rest."""
+    if size >= len(weights):
+        return weights.sort(descending=True, stable=True).indices
+    candidates = (weights >= weights.topk(size).values[-1]).nonzero()[:, 0]
+    return candidates[weights[candidates].sort(descending=True, stable=True).indices][:size]
 
 
 def _invert(weights: Tensor, draw: float) -> int:
     """Index at which the cumulative weights pass `draw` (in [0, 1)) of their sum; never one of weight zero."""
-    cumulative = weights.cumsum(0)
-    target = cumulative.new_tensor(draw) * cumulative[-1]
+    cumulative = weights.cumsum(0, dtype=torch.float64)
+    target = draw * cumulative[-1]
     index = int(torch.searchsorted(cumulative, target, right=True))
     if index == len(weights):  # rounding at the very end: the last index that has any weight
         index = int(weights.nonzero()[-1])

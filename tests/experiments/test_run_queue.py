@@ -256,7 +256,7 @@ def test_a_run_from_start_to_summary(host: Host, queue: RunQueue):
     assert live is not None
     assert (live.run_id, live.status, live.summary, live.num_finished) == (3, "finished", summary, 4)
     assert live.output_tokens == 20
-    assert live.elapsed_s == pytest.approx(end.end_time - start.start_time)
+    assert live.elapsed_s > end.end_time - start.start_time
 
 
 def test_runs_take_turns_and_share_a_loaded_model(host: Host, queue: RunQueue):

@@ -105,3 +105,25 @@ def test_banned_ids_are_never_chosen_and_banning_all_is_reported() -> None:
     assert output.token_ids == [0, 3]
     output = Sampler()(torch.zeros(1, 2), SamplingMetadata(params[:1], [0], [(0, 1)]))
     assert output.finite == [False]
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 4.0])
+def test_large_vocabularies_keep_exactly_the_nucleus(top_p: float, spread: float) -> None:
+    """Flat and peaked distributions over 20,000 tokens: every draw lies in the nucleus found by a full sort."""
+    torch.manual_seed(3)
+    logits = torch.randn(20_000) * spread
+    probs = logits.double().softmax(-1)
+    ordered, order = probs.sort(descending=True, stable=True)
+    nucleus = set(order[: int((ordered.cumsum(0) - ordered < top_p).sum()) + 1].tolist())
+    drawn = sample(logits.repeat(40, 1), [{"temperature": 1.0, "top_p": top_p, "seed": n} for n in range(40)])
+    assert set(drawn) <= nucleus
+    if len(nucleus) > 2000 and spread <= 1:
+        assert len(set(drawn)) > 30
+
+
+def test_the_tie_rule_of_top_k_is_the_lowest_ids() -> None:
+    logits = torch.zeros(1000)
+    logits[500:] = 1.0
+    drawn = sample(logits.repeat(300, 1), [{"temperature": 1.0, "top_k": 4, "seed": n} for n in range(300)])
+    assert set(drawn) == {500, 501, 502, 503}
