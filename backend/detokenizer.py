@@ -45,15 +45,19 @@ class StopStringFilter:
         self._held = ""
         self._stopped = False
 
-    def push(self, delta: str) -> tuple[str, bool]:
-        """Add text; returns (released text, whether a stop string has ended the stream)."""
+    def push(self, delta: str, *, may_end: bool = True) -> tuple[str, bool]:
+        """Add text; returns (released text, whether a stop string has ended the stream).
+
+        A stop string that is complete while `may_end` is False is text like any other; one that has only begun may still
+        end the stream later.
+        """
         if self._stopped:
             return "", True
         if not self._stop:
             return delta, False
         text = self._held + delta
         found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if found:
+        if found and may_end:
             self._stopped = True
             self._held = ""
             return text[: min(found)[1]], True

@@ -46,10 +46,6 @@ class Request:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[len(self.prompt_token_ids) :]
-
-    @property
     def ending_token_ids(self) -> frozenset[int]:
         """Ids that end this request once `min_tokens` are out."""
         stops = frozenset(self.sampling_params.stop_token_ids)

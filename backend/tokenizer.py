@@ -121,9 +121,13 @@ def _load_tokenizer_json(folder: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise ModelError(f"{folder} has no tokenizer.json; save the model's tokenizer there in the fast format")
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for whatever it cannot read
         raise ModelError(f"{path} is not a tokenizer: {error}") from None
+    # A file may store how its training batches were cut and filled up; a prompt is neither.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _check_highest_id(folder: Path, tokenizer: tokenizers.Tokenizer, vocab_size: int) -> None:

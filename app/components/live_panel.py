@@ -67,8 +67,7 @@ def _pictures(snapshot: LiveSnapshot) -> None:
             st.vega_lite_chart(*live_charts.kv_usage(snapshot.series))
         with st.grid(2, min_column_width=300):
             _memory(snapshot)
-            if activity.is_active(snapshot):  # afterwards all are free, which no step has shown
-                _blocks(snapshot)
+            _blocks(snapshot)
     notes.show(snapshot.notices)
 
 
@@ -127,7 +126,7 @@ def _cancel(services: Services, run_id: int) -> None:
 
 def _live_figures(snapshot: LiveSnapshot) -> None:
     ttft, tpot = snapshot.ttft_ms, snapshot.tpot_ms
-    blocks = snapshot.blocks_referenced + snapshot.blocks_evictable + snapshot.blocks_free
+    blocks = snapshot.num_referenced_blocks + snapshot.num_evictable_blocks + snapshot.num_free_blocks
     figures.figure(
         "Output",
         formatting.metric("output_throughput_tok_s", snapshot.output_tok_s),
@@ -148,7 +147,7 @@ def _live_figures(snapshot: LiveSnapshot) -> None:
     )
     figures.figure(
         "KV in use",
-        formatting.percent(snapshot.blocks_referenced / blocks if blocks else None),
+        formatting.percent(snapshot.num_referenced_blocks / blocks if blocks else None),
         "Referenced / usable KV blocks now. When none is free, a running request is preempted and computed again later.",
         f"preemptions {formatting.count(snapshot.preemptions)}",
     )
@@ -166,9 +165,9 @@ def _memory(snapshot: LiveSnapshot) -> None:
 
 def _blocks(snapshot: LiveSnapshot) -> None:
     parts = [
-        ("referenced", snapshot.blocks_referenced, palette.IN_USE),
-        ("evictable", snapshot.blocks_evictable, palette.CACHED),
-        ("free", snapshot.blocks_free, palette.FREE),
+        ("referenced", snapshot.num_referenced_blocks, palette.IN_USE),
+        ("evictable", snapshot.num_evictable_blocks, palette.CACHED),
+        ("free", snapshot.num_free_blocks, palette.FREE),
     ]
     shares = [Share(label, amount, formatting.count(amount), colour) for label, amount, colour in parts]
     share_bar("KV blocks", shares, formatting.count(sum(amount for _, amount, _ in parts)))

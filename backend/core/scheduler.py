@@ -97,6 +97,7 @@ class Scheduler:
         return bool(self.requests)
 
     def schedule(self) -> SchedulerOutput:
+        """Choose the next step's tokens and take blocks for them. A step that can only preempt has none."""
         plan = _Plan(self.max_num_batched_tokens)
         self._schedule_decodes(plan)
         self._schedule_prompts(plan)
@@ -129,7 +130,9 @@ class Scheduler:
             key=lambda request: request.last_scheduled_step,
         )
         kept = 0
-        if len(decodes) >= plan.budget and (len(decodes) < len(self.running) or self._head_can_be_admitted()):
+        if len(decodes) >= plan.budget and (
+            len(decodes) < len(self.running) or self._head_can_be_admitted(self._owed_blocks())
+        ):
             kept = 1 if plan.budget > 1 else self._step % 2  # a budget of one token serves both kinds in turn
         for request in decodes:
             if plan.budget <= kept:
@@ -159,26 +162,32 @@ class Scheduler:
                 return
         plan.add(request, num_tokens, allocation.block_ids)
 
-    def _head_can_be_admitted(self) -> bool:
-        """Whether a slot is free and the pool holds the next request beside what the running ones still need."""
+    def _head_can_be_admitted(self, owed: int) -> bool:
+        """Whether a slot is free and the pool holds the next request beside the `owed` blocks."""
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return False
         manager = self.kv_cache_manager
-        owed = sum(
-            max(0, manager.blocks_needed(request.num_tokens) - manager.num_blocks_of(request))
-            for request in self.running
-        )
         room = manager.pool.num_free_blocks + manager.pool.num_evictable_blocks
         return owed + manager.blocks_needed(self.waiting[0].num_tokens) <= room
 
+    def _owed_blocks(self) -> int:
+        """Blocks that running requests still need for the tokens they have."""
+        return sum(map(self._missing_blocks, self.running)) if self.waiting else 0
+
+    def _missing_blocks(self, request: Request) -> int:
+        manager = self.kv_cache_manager
+        return max(0, manager.blocks_needed(request.num_tokens) - manager.num_blocks_of(request))
+
     def _admit_waiting(self, plan: _Plan) -> None:
         manager = self.kv_cache_manager
-        while plan.budget > 0 and self._head_can_be_admitted():
+        owed = self._owed_blocks()
+        while plan.budget > 0 and self._head_can_be_admitted(owed):
             request = self.waiting[0]
             num_tokens = self._share(plan, request)
             allocation = manager.allocate_slots(request, num_tokens)
             if allocation is None:
                 raise RuntimeError("the pool refused blocks that it had counted as free")
+            owed += self._missing_blocks(request)
             self.waiting.popleft()
             request.status = "running"
             self.running.append(request)

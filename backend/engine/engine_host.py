@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -38,10 +39,11 @@ class EngineHost:
     def __init__(self) -> None:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._loaded: LoadedEngine | None = None
-        self._config: EngineConfig | None = None
+        self._identity: object = None  # what was loaded: the config and the model's files
         self._listeners: dict[str, EventListener] = {}
         self._state: HostState = "empty"
         self._closing = False
+        self._gate = threading.Lock()  # holds `close` and whoever puts a command apart
         self._thread = threading.Thread(target=self._loop, name="servelab-engine", daemon=True)
         self._thread.start()
 
@@ -79,11 +81,12 @@ class EngineHost:
         """
         arrival = time.perf_counter() if arrival_time is None else arrival_time
         self._require().engine.check_request(token_ids, sampling)
-        self._commands.put(lambda: self._add(request_id, token_ids, sampling, on_event, arrival))
+        self._put(lambda: self._add(request_id, token_ids, sampling, on_event, arrival))
 
     def abort(self, request_id: str) -> None:
         """Ask for a request's end; one that is unknown or over is ignored."""
-        self._commands.put(lambda: self._abort(request_id))
+        with suppress(EngineError):
+            self._put(lambda: self._abort(request_id))
 
     def set_sink(self, sink: StatsSink | None) -> None:
         """Send step records to `sink` from the next step on; the old sink has all of its own when this returns."""
@@ -99,9 +102,10 @@ class EngineHost:
 
     def close(self) -> None:
         """End all requests, free the device, end the thread. Safe to call twice."""
-        if self._thread.is_alive():
-            self._commands.put(self._begin_close)
-            self._thread.join()
+        with self._gate:
+            self._closing = True
+            self._commands.put(lambda: None)  # wakes the thread
+        self._thread.join()
 
     def _require(self) -> LoadedEngine:
         loaded = self._loaded
@@ -111,8 +115,6 @@ class EngineHost:
 
     def _call(self, function: Callable[[], T]) -> T:
         """Run `function` on the host's thread and hand back what it returns or raises."""
-        if not self._thread.is_alive():
-            raise EngineError("the engine is closed")
         future: Future[T] = Future()
 
         def command() -> None:
@@ -121,8 +123,14 @@ class EngineHost:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._commands.put(command)
+        self._put(command)
         return future.result()
+
+    def _put(self, command: Callable[[], None]) -> None:
+        with self._gate:
+            if self._closing:
+                raise EngineError("the engine is closed")
+            self._commands.put(command)
 
     # Everything below runs on the host's thread.
 
@@ -144,7 +152,10 @@ class EngineHost:
             while True:
                 command = self._commands.get(block=idle)
                 idle = False
-                command()
+                try:
+                    command()
+                except Exception:
+                    logger.exception("a command failed on the engine's thread")
         except Empty:
             return
 
@@ -165,15 +176,15 @@ class EngineHost:
         listener = self._listeners[event.request_id]
         if event.finish_reason is not None:
             del self._listeners[event.request_id]
-        try:
-            listener(event)
-        except Exception:
-            logger.exception("a listener failed on request %s", event.request_id)
+        _tell(listener, event)
 
     def _load(self, config: EngineConfig, on_phase: Callable[[Phase], None]) -> EngineInfo:
-        from backend.engine.loading import load_engine  # torch comes in here, and not before
+        from backend.engine.loading import load_engine, model_fingerprint  # torch comes in here, and not before
 
-        if self._loaded is not None and self._config == config:
+        if self._closing:
+            raise EngineError("the engine is closed")
+        identity = (config, model_fingerprint(config.model.name))
+        if self._loaded is not None and self._identity == identity:
             return self._loaded.info
         self._unload("another model was loaded")
         self._state = "loading"
@@ -184,7 +195,7 @@ class EngineHost:
             _clear_frames(error)
             gc.collect()
             raise
-        self._config = config
+        self._identity = identity
         self._state = "ready"
         # Modules and the engine live on: a collection need not walk them again and hold up a step for a tenth of a second.
         gc.collect()
@@ -196,11 +207,14 @@ class EngineHost:
         for request_id in list(self._listeners):
             event = StreamEvent(request_id, time.perf_counter(), (), "", finish_reason="error", error=reason)
             self._deliver(event)
-        loaded, self._loaded, self._config = self._loaded, None, None
+        loaded, self._loaded, self._identity = self._loaded, None, None
         if loaded is not None:
             self._state = "empty"
-            loaded.engine.set_sink(None)
-            loaded.engine.executor.shutdown()
+            try:
+                loaded.engine.set_sink(None)
+                loaded.engine.executor.shutdown()
+            except Exception:  # a device that has failed may fail again; what it held goes with the process
+                logger.exception("the engine could not be shut down")
             del loaded
             gc.unfreeze()
             gc.collect()
@@ -209,10 +223,12 @@ class EngineHost:
         self, request_id: str, token_ids: list[int], sampling: SamplingParams, on_event: EventListener, arrival: float
     ) -> None:
         try:
-            self._require().engine.add_request(request_id, token_ids, sampling, arrival)
+            engine = self._require().engine
+            engine.check_request(token_ids, sampling)  # again: another model may have been loaded since `submit`
+            engine.add_request(request_id, token_ids, sampling, arrival)
         except (EngineError, RequestError) as error:
             event = StreamEvent(request_id, time.perf_counter(), (), "", finish_reason="error", error=str(error))
-            on_event(event)
+            _tell(on_event, event)
             return
         self._listeners[request_id] = on_event
 
@@ -221,8 +237,12 @@ class EngineHost:
         if event is not None:
             self._deliver(event)
 
-    def _begin_close(self) -> None:
-        self._closing = True
+
+def _tell(listener: EventListener, event: StreamEvent) -> None:
+    try:
+        listener(event)
+    except Exception:
+        logger.exception("a listener failed on request %s", event.request_id)
 
 
 def _clear_frames(error: BaseException) -> None:

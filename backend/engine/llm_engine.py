@@ -18,6 +18,8 @@ from backend.tokenizer import Tokenizer
 from backend.worker.executor import Executor
 from backend.workload.targets import StreamEvent
 
+LEDGER_INTERVAL_S = 0.5  # a killed process loses no more of the ledger than of the other records
+
 
 class LLMEngine:
     """Args:
@@ -54,6 +56,7 @@ class LLMEngine:
         self._output_processor = OutputProcessor(tokenizer)
         self._sink: StatsSink | None = None
         self._ledger = StepLedger()
+        self._ledger_time = 0.0  # of the first step since the last chunk
         self._step = 0
 
     def check_request(self, token_ids: list[int], sampling: SamplingParams) -> None:
@@ -140,6 +143,10 @@ class LLMEngine:
         )
         self._emit_chunk(chunk)
         end = time.perf_counter()
+        if self._ledger.num_steps == 1:
+            self._ledger_time = started
+        if end - self._ledger_time > LEDGER_INTERVAL_S or not self.has_unfinished_requests():
+            self._emit_chunk(self._ledger.flush())
         self._sink.on_step(
             StepStats(
                 step=self._step,

@@ -11,7 +11,7 @@ import torch
 
 from backend.config import EngineConfig
 from backend.engine.llm_engine import LLMEngine
-from backend.errors import ConfigError
+from backend.errors import CapacityError, ConfigError
 from backend.metrics.stats import Phase
 from backend.models.dummy import DUMMY_SHAPES
 from backend.models.loader import LoadedModel
@@ -34,9 +34,20 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
+    """An engine ready to serve, and what belongs to it."""
+
     engine: LLMEngine
     tokenizer: Tokenizer
     info: EngineInfo
+
+
+def model_fingerprint(name: str) -> object:
+    """Changes when the files of a model do: names, sizes and times. Raises `ModelError` for an unknown model."""
+    source = resolve_source(name)
+    if source.path is None:
+        return source
+    files = sorted(path for path in source.path.iterdir() if path.suffix in (".json", ".jinja", ".safetensors"))
+    return source, tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
 
 
 def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> LoadedEngine:
@@ -115,6 +126,11 @@ def _fit_to_pool(config: EngineConfig, resolved: EngineConfig, num_blocks: int) 
     """Cut the longest request to what the pool can hold, so that any admitted request can finish by itself."""
     assert resolved.model.max_model_len is not None
     capacity = num_blocks * resolved.cache.block_size
+    if capacity < 2:
+        raise CapacityError(
+            f"cache.num_blocks = {num_blocks} of {resolved.cache.block_size} token holds no prompt and output together; "
+            "two tokens are the least"
+        )
     length = min(resolved.model.max_model_len, capacity)
     notices = ()
     if length < resolved.model.max_model_len:

@@ -19,6 +19,8 @@ class _TextState:
 
 
 class OutputProcessor:
+    """Keeps the text of every unfinished request."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._states: dict[str, _TextState] = {}
@@ -61,9 +63,8 @@ class OutputProcessor:
 
     def _push(self, state: _TextState, token_ids: list[int]) -> tuple[str, bool]:
         delta = state.stream.push(token_ids)
-        if state.request.num_output_tokens < state.request.sampling_params.min_tokens:
-            return delta, False  # too early to stop: a stop string counts only if it lies behind min_tokens
-        return state.stop_filter.push(delta)
+        may_end = state.request.num_output_tokens >= state.request.sampling_params.min_tokens
+        return state.stop_filter.push(delta, may_end=may_end)
 
     def _flush(self, state: _TextState) -> str:
         """What was held back: the text of an unfinished character, and what might have begun a stop string."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Literal
 
-from backend.metrics.stats import RequestStats
+from backend.metrics.stats import RequestStats, tpot_ms_between
 from backend.workload.datasets import WorkloadRequest
 from backend.workload.targets import StreamEvent
 
@@ -85,6 +85,7 @@ def latencies_so_far(flights: Iterable[Flight]) -> tuple[list[float], list[float
         if flight.warmup or first is None or last is None:
             continue
         ttft.append((first - flight.arrival_time) * 1e3)
-        if num_tokens > 1 and last > first:
-            tpot.append((last - first) * 1e3 / (num_tokens - 1))
+        so_far = tpot_ms_between(first, last, num_tokens) if last > first else None
+        if so_far is not None:
+            tpot.append(so_far)
     return ttft, tpot

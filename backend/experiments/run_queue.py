@@ -216,12 +216,14 @@ class RunQueue:
         warmup = build_warmup_requests(job.workload, vocab_size)
         requests = build_requests(job.workload, vocab_size)
         self._host.reset_peak_memory()
+        surroundings = environment(info.resolved_config.kernels.cpu_threads)
+        load = {**info.load, "model": dict(info.model), "prompts_sha256": prompts_digest(requests)}
         job.sinks.on_run_start(
             RunStart(
                 start_time=time.perf_counter(),
                 resolved_config=info.resolved_config.to_dict(),
-                environment=environment(info.resolved_config.kernels.cpu_threads),
-                load={**info.load, "model": dict(info.model), "prompts_sha256": prompts_digest(requests)},
+                environment=surroundings,
+                load=load,
                 notices=info.notices,
                 cache_state={"state": "cold", "num_cached_tokens": 0},
                 num_requests=len(requests),

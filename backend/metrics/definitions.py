@@ -12,7 +12,7 @@ class MetricDefinition(NamedTuple):
 
 
 _FINISHED = "Finished requests only, warm-up left out."
-_CLOCK = "Clock: time.perf_counter() in this process, read when the engine hands an output to the client."
+_CLOCK = "Clock: time.perf_counter() in this process, read when the step that computed a token is back from the device."
 
 DEFINITIONS: dict[str, MetricDefinition] = {
     "num_requests": MetricDefinition(

@@ -60,6 +60,11 @@ class StepLedger:
     def __init__(self) -> None:
         self._clear()
 
+    @property
+    def num_steps(self) -> int:
+        """Steps since the last chunk."""
+        return len(self._steps)
+
     def append(self, step: int, entries: Iterable[tuple[str, int, StepKind]]) -> LedgerChunk | None:
         """Add a step's (request_id, num_scheduled_tokens, kind) in batch order. Gives the chunk that is full now."""
         ids, before = self._id_index, len(self._tokens)

@@ -41,7 +41,7 @@ class LiveSnapshot:
     phase: Phase
     status: RunStatus
     start_time: float | None  # perf_counter; None until the target is ready
-    elapsed_s: float  # since the run was submitted; stops at the end
+    elapsed_s: float  # since the run was taken up, or submitted while it waits; stops at the end
     num_requests: int  # measured ones; 0 until known
     num_finished: int
     num_failed: int
@@ -51,9 +51,9 @@ class LiveSnapshot:
     output_tok_s: float | None
     num_running: int
     num_waiting: int
-    blocks_referenced: int
-    blocks_evictable: int
-    blocks_free: int
+    num_referenced_blocks: int
+    num_evictable_blocks: int
+    num_free_blocks: int
     weights_bytes: int | None
     kv_cache_bytes: int | None
     rest_bytes: int | None  # device memory (resident set on the CPU) beyond weights and KV cache
@@ -89,6 +89,7 @@ class LiveRun:
         self._clock = clock
         self._lock = threading.Lock()
         self._created = clock()
+        self._taken_up: float | None = None
         self._num_requests = num_requests
         self._phase = Phase("queued")
         self._status: RunStatus = "queued"
@@ -111,6 +112,8 @@ class LiveRun:
                 self._measured_from = self._clock()
             if self._status not in FINAL_STATUSES:
                 self._status = _status_in(phase)
+            if self._taken_up is None and phase.name != "queued":
+                self._taken_up = self._clock()
 
     def on_run_start(self, start: RunStart) -> None:
         with self._lock:
@@ -177,6 +180,8 @@ class LiveRun:
             input_tokens, output_tokens, preemptions = self._input_tokens, self._output_tokens, self._preemptions
             recent, ttft, tpot = tuple(self._recent), self._ttft[:], self._tpot[:]
             series = self._series.points()
+        # A step counts blocks while it runs; with nothing left running they have all been given back.
+        given_back = step.num_referenced_blocks if step and step.num_running == 0 else 0
         input_tok_s, output_tok_s = _rates(recent, self._first_step_start, now)
         ttft_under_way, tpot_under_way = self._in_flight() if end is None else ([], [])
         return LiveSnapshot(
@@ -184,7 +189,7 @@ class LiveRun:
             phase=phase,
             status=status,
             start_time=start_time,
-            elapsed_s=max(0.0, now - self._created),
+            elapsed_s=max(0.0, now - (self._taken_up or self._created)),
             num_requests=num_requests,
             num_finished=num_finished,
             num_failed=num_failed,
@@ -194,9 +199,9 @@ class LiveRun:
             output_tok_s=output_tok_s,
             num_running=step.num_running if step else 0,
             num_waiting=step.num_waiting if step else 0,
-            blocks_referenced=step.num_referenced_blocks if step else 0,
-            blocks_evictable=step.num_evictable_blocks if step else 0,
-            blocks_free=step.num_free_blocks if step else 0,
+            num_referenced_blocks=step.num_referenced_blocks - given_back if step else 0,
+            num_evictable_blocks=step.num_evictable_blocks if step else 0,
+            num_free_blocks=step.num_free_blocks + given_back if step else 0,
             weights_bytes=sample.weights_bytes if sample else None,
             kv_cache_bytes=sample.kv_cache_bytes if sample else None,
             rest_bytes=_rest_bytes(sample),

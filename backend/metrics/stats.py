@@ -19,7 +19,11 @@ FINAL_STATUSES: frozenset[str] = frozenset({"finished", "failed", "cancelled", "
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One engine iteration; scalars only. Block counts are as they stand after the step."""
+    """One engine iteration; scalars only.
+
+    Block counts are as they stood while it ran, before requests that ended in it gave theirs back: their maximum is the
+    pool's. Requests running and waiting are counted after it.
+    """
 
     step: int  # counts from 0 within a run, warm-up included
     end_time: float
@@ -152,6 +156,8 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
+    """How a run ended; a summary where any request was measured, an error where something went wrong."""
+
     status: RunStatus  # one of FINAL_STATUSES
     end_time: float
     summary: RunSummary | None = None  # of what was measured until then; None when no request was sent
@@ -220,9 +226,14 @@ def tpot_ms(stats: RequestStats) -> float | None:
     None with fewer than two tokens or fewer than two deliveries: no time between tokens was seen then, and a 0 would
     lower every mean and meet every limit.
     """
-    if stats.num_output_tokens <= 1 or len(stats.emission_times) <= 1:
+    if len(stats.emission_times) <= 1:
         return None
-    return (stats.emission_times[-1] - stats.emission_times[0]) * 1e3 / (stats.num_output_tokens - 1)
+    return tpot_ms_between(stats.emission_times[0], stats.emission_times[-1], stats.num_output_tokens)
+
+
+def tpot_ms_between(first: float, last: float, num_tokens: int) -> float | None:
+    """TPOT of `num_tokens` delivered from `first` to `last`, so far or in all."""
+    return (last - first) * 1e3 / (num_tokens - 1) if num_tokens > 1 else None
 
 
 def itl_ms(stats: RequestStats) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from backend.attention.metadata import LayerCache
@@ -36,6 +37,9 @@ class KVCacheShape:
     def allocate(self, num_blocks: int, device: torch.device) -> list[LayerCache]:
         """One `LayerCache` per layer. Raises `CapacityError` when the device has no room."""
         needed = (num_blocks + 1) * self.bytes_per_block
+        # A CPU would hand out the memory and kill the process once it is used.
+        if device.type == "cpu" and needed > psutil.virtual_memory().available:
+            raise self._too_large(num_blocks)
         try:
             return [
                 LayerCache.zeros(
@@ -44,7 +48,10 @@ class KVCacheShape:
                 for _ in range(self.group.num_layers)
             ]
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            raise CapacityError(
-                f"the KV cache of {num_blocks:,} blocks needs {needed:,} bytes, more than the device can give; "
-                "lower cache.num_blocks, cache.gpu_memory_utilization or cache.cpu_bytes"
-            ) from error
+            raise self._too_large(num_blocks) from error
+
+    def _too_large(self, num_blocks: int) -> CapacityError:
+        return CapacityError(
+            f"the KV cache of {num_blocks:,} blocks needs {(num_blocks + 1) * self.bytes_per_block / 2**30:,.1f} GiB, more "
+            "than the device can give; lower cache.num_blocks, cache.gpu_memory_utilization or cache.cpu_bytes"
+        )

@@ -15,7 +15,9 @@ from backend.errors import CapacityError
 from backend.metrics.stats import MemoryUse
 from backend.models.loader import LoadedModel, load_model
 from backend.models.sources import ModelSource
+from backend.sample.metadata import SamplingMetadata
 from backend.sample.sampler import Sampler
+from backend.sampling_params import SamplingParams
 from backend.worker.input_batch import InputBatch
 from backend.worker.kv_cache import KVCacheShape
 
@@ -84,6 +86,10 @@ class ModelRunner:
         return min(room, useful)
 
     def initialize_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
+        """Allocate `num_blocks` usable blocks per layer, and room for requests of up to `max_model_len` tokens.
+
+        Raises `CapacityError` when the device has too little memory.
+        """
         self._layer_caches = self.kv_cache_shape.allocate(num_blocks, self._device)
         assert self._config.scheduler.max_num_seqs is not None
         self._batch = InputBatch(
@@ -97,10 +103,14 @@ class ModelRunner:
         if batch is None:
             raise RuntimeError("the KV cache is not initialized")
         batch.update(scheduled)
+        if not scheduled.num_scheduled_tokens:
+            return ModelRunnerOutput({})  # a step that could only preempt
         step = batch.build(scheduled)
         model = self.loaded.model
         hidden = model(step.token_ids, step.metadata.positions, self._layer_caches, step.metadata, self._attention)
         if not step.sampled_request_ids:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # else this step's time would show up in the next one
             return ModelRunnerOutput({})
         sampled = self._sampler(model.compute_logits(hidden[step.logits_indices]), step.sampling)
         token_ids, errors = {}, {}
@@ -118,6 +128,7 @@ class ModelRunner:
         return ModelRunnerOutput(token_ids, errors)
 
     def memory(self) -> MemoryUse:
+        """Bytes held now. Safe from any thread."""
         on_cuda = self._device.type == "cuda"
         kv_tensors = [tensor for cache in self._layer_caches for tensor in (cache.key_cache, cache.value_cache)]
         return MemoryUse(
@@ -140,53 +151,48 @@ class ModelRunner:
     def _free_after_profile_run(self) -> int:
         """Bytes of the card's share that remain after the weights and the largest step's activations."""
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        held = torch.cuda.memory_allocated(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         try:
-            self._profile_run()
+            activations = self._profile_run()
         except torch.OutOfMemoryError as error:
             raise CapacityError(
-                "the largest step does not fit the GPU beside the weights; lower scheduler.max_num_batched_tokens or "
-                "scheduler.max_num_seqs"
+                "the largest step does not fit the GPU beside the weights; lower scheduler.max_num_batched_tokens, "
+                "scheduler.max_num_seqs or model.max_model_len"
             ) from error
-        activations = torch.cuda.max_memory_allocated(self._device) - held
         torch.cuda.empty_cache()
         used = total - free  # weights, this process' context and whatever else is on the card
         return int(total * self._config.cache.gpu_memory_utilization) - used - activations
 
-    def _profile_run(self) -> None:
-        """One step as large as the scheduler may make it: a full token budget and logits for as many rows as requests."""
+    def _profile_run(self) -> int:
+        """Peak bytes of a step as large as the scheduler may make it.
+
+        A full token budget at the end of the longest context, and sampling for as many rows as there may be requests. The
+        context's blocks are all the same few: what counts is how much attention reads, not what.
+        """
         scheduler, model_settings = self._config.scheduler, self._config.model
         assert scheduler.max_num_batched_tokens is not None
         assert scheduler.max_num_seqs is not None
         assert model_settings.max_model_len is not None
-        block_size = self._config.cache.block_size
-        length = min(scheduler.max_num_batched_tokens, model_settings.max_model_len)
-        num_reqs = -(-scheduler.max_num_batched_tokens // length)
-        num_tokens, blocks_each = num_reqs * length, -(-length // block_size)
-        caches = self.kv_cache_shape.allocate(num_reqs * blocks_each, self._device)
-
-        def on_device(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            return values.to(self._device, dtype)
-
-        positions = torch.arange(length).repeat(num_reqs)
-        block_table = torch.arange(1, num_reqs * blocks_each + 1).view(num_reqs, blocks_each)
-        slots = block_table.repeat_interleave(length, 0)[torch.arange(num_tokens), positions // block_size]
+        length = model_settings.max_model_len
+        query_len = min(scheduler.max_num_batched_tokens, length)
+        num_reqs = -(-scheduler.max_num_batched_tokens // query_len)
+        num_tokens, blocks_each = num_reqs * query_len, -(-length // self._config.cache.block_size)
+        caches = self.kv_cache_shape.allocate(1, self._device)
+        positions = torch.arange(length - query_len, length, device=self._device).repeat(num_reqs)
         metadata = AttentionMetadata(
-            query_start_loc=on_device(torch.arange(num_reqs + 1) * length, torch.int32),
-            seq_lens=on_device(torch.full((num_reqs,), length), torch.int32),
-            block_table=on_device(block_table, torch.int32),
-            slot_mapping=on_device(slots * block_size + positions % block_size, torch.int64),
-            positions=on_device(positions, torch.int64),
+            query_start_loc=torch.arange(num_reqs + 1, dtype=torch.int32, device=self._device) * query_len,
+            seq_lens=torch.full((num_reqs,), length, dtype=torch.int32, device=self._device),
+            block_table=torch.ones((num_reqs, blocks_each), dtype=torch.int32, device=self._device),
+            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=self._device),
+            positions=positions,
         )
+        rows = min(scheduler.max_num_seqs, num_tokens)
+        sampled = SamplingParams(temperature=1.0)
+        held = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
         model = self.loaded.model
-        hidden = model(
-            torch.zeros(num_tokens, dtype=torch.int64, device=self._device),
-            metadata.positions,
-            caches,
-            metadata,
-            self._attention,
-        )
-        model.compute_logits(hidden[: scheduler.max_num_seqs])
+        token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        hidden = model(token_ids, positions, caches, metadata, self._attention)
+        self._sampler(model.compute_logits(hidden[:rows]), SamplingMetadata([sampled] * rows, [0] * rows, [()] * rows))
         torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - held

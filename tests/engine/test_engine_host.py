@@ -13,13 +13,13 @@ from backend.config import EngineConfig
 from backend.core.output import ModelRunnerOutput, SchedulerOutput
 from backend.engine.engine_host import EngineHost
 from backend.engine.in_process_target import InProcessTarget
-from backend.errors import ConfigError, EngineError, ModelError, RequestError
+from backend.errors import CapacityError, ConfigError, EngineError, ModelError, RequestError
 from backend.metrics.ledger import LEDGER_KIND, decode_chunk
 from backend.metrics.stats import StepStats
 from backend.sampling_params import SamplingParams
 from backend.workload.targets import Prompt, StreamEvent
 from tests.engine.driving import Answer, answers, check_idle, config_of, submit, tokens
-from tests.helpers import dense_greedy
+from tests.helpers import dense_greedy, load_oracle
 
 
 class StepSink:
@@ -128,11 +128,16 @@ def test_a_bad_config_leaves_the_host_usable(host: EngineHost, tiny_llama: Path,
     host.load(config_of(tiny_llama))
     with pytest.raises(ModelError):
         host.load(config_of(tmp_path / "nothing"))
+    assert len(tokens(host, {"a": [1]}, max_tokens=3, ignore_eos=True)["a"]) == 3, "a wrong name unloads nothing"
+    with pytest.raises(ConfigError, match=r"2,048 is above the context of .*1,024"):
+        host.load(config_of(tiny_llama, model__max_model_len=2048))
     assert (host.state, host.info) == ("empty", None)
     with pytest.raises(EngineError, match="no model is loaded"):
         host.submit("a", [1], SamplingParams(), Answer().take)
-    with pytest.raises(ConfigError, match=r"2,048 is above the context of .*1,024"):
-        host.load(config_of(tiny_llama, model__max_model_len=2048))
+    with pytest.raises(CapacityError, match=r"num_blocks = 1 of 1 token .* two tokens are the least"):
+        host.load(config_of(tiny_llama, cache__num_blocks=1, cache__block_size=1))
+    with pytest.raises(CapacityError, match=r"the KV cache of 999,999,999 blocks needs .* GiB"):
+        host.load(config_of(tiny_llama, cache__num_blocks=999_999_999))
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA device"):
             host.load(EngineConfig().with_overrides({"model.name": str(tiny_llama), "model.device": "cuda"}))
@@ -146,6 +151,69 @@ def test_loading_the_same_config_again_keeps_the_engine(host: EngineHost, tiny_l
     assert host.load(config_of(tiny_llama, cache__block_size=8)) is not first
 
 
+def test_a_model_whose_files_changed_is_loaded_anew(host: EngineHost, tiny_llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_llama, folder)
+    first = host.load(config_of(folder))
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: -tensor for name, tensor in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    assert host.load(config_of(folder)) is not first
+    assert tokens(host, {"a": [1, 2]}, max_tokens=8, ignore_eos=True)["a"] == dense_greedy(
+        load_oracle(folder), [1, 2], 8
+    )
+
+
+def test_a_request_is_checked_against_the_engine_it_reaches(host: EngineHost, tiny_llama: Path) -> None:
+    """A smaller engine is loaded between the check on the caller's thread and the request's turn."""
+    host.load(config_of(tiny_llama))
+    gate = threading.Event()
+    host._put(lambda: gate.wait(30))
+    loading = threading.Thread(target=host.load, args=(config_of(tiny_llama, cache__num_blocks=4),))
+    loading.start()
+    while host._commands.empty():
+        time.sleep(0.01)
+    answer = submit(host, "long", [1] * 500)
+    gate.set()
+    loading.join()
+    assert "500 tokens" in (answer.last.error or "")
+    assert len(tokens(host, {"a": [1]}, max_tokens=3, ignore_eos=True)["a"]) == 3
+
+
+def test_listeners_that_fail_harm_nobody_else(host: EngineHost, tiny_llama: Path) -> None:
+    def fail(event: StreamEvent) -> None:
+        raise RuntimeError("a listener's own fault")
+
+    host.load(config_of(tiny_llama))
+    host.submit("a", [1], SamplingParams(max_tokens=50, ignore_eos=True), fail)
+    host.submit("a", [1], SamplingParams(), fail)  # refused on the engine's thread: the id is in use
+    assert len(tokens(host, {"b": [1]}, max_tokens=60, ignore_eos=True)["b"]) == 60
+
+
+def test_nothing_waits_for_a_closed_host(tiny_llama: Path) -> None:
+    host = EngineHost()
+    errors = []
+
+    def load_often() -> None:
+        try:
+            while True:
+                host.load(config_of(tiny_llama))
+        except EngineError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=load_often, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    host.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert set(errors) == {"the engine is closed"}
+    assert host.info is None
+
+
 def test_loading_another_model_ends_what_is_in_flight(host: EngineHost, tiny_llama: Path) -> None:
     host.load(config_of(tiny_llama))
     answer = submit(host, "a", [1], max_tokens=900, ignore_eos=True)
@@ -157,10 +225,15 @@ def test_loading_another_model_ends_what_is_in_flight(host: EngineHost, tiny_lla
 
 
 class FailingExecutor:
+    """A device that has failed, and fails again when it is to be let go of."""
+
     def __init__(self, inner: object) -> None:
         self._inner = inner
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        raise RuntimeError("device-side assert")
+
+    def shutdown(self) -> None:
         raise RuntimeError("device-side assert")
 
     def __getattr__(self, name: str) -> object:
@@ -176,7 +249,10 @@ def test_a_step_that_fails_ends_every_request_with_the_cause(tiny_llama: Path) -
     for answer in ended:
         assert answer.finish_reason == "error"
     assert "device-side assert" in (ended[0].last.error or "")
-    assert host.state in ("failed", "empty")
+    while host.state == "ready":
+        time.sleep(0.01)
+    host._call(lambda: None)
+    assert host.state == "failed"
     host.load(config_of(tiny_llama))
     assert len(tokens(host, {"a": [1]}, max_tokens=3, ignore_eos=True)["a"]) == 3
     host.close()

@@ -61,6 +61,24 @@ def test_tokens_do_not_depend_on_batch_chunks_or_preemption(host: EngineHost, ti
     assert sum(answer.last.num_preemptions or 0 for answer in preempted.values()) > 0, "nothing was preempted"
 
 
+@pytest.mark.parametrize("num_seqs", [2, 40])
+def test_the_smallest_budget_with_a_pool_that_runs_out(host: EngineHost, tiny_llama: Path, num_seqs: int) -> None:
+    """Among its steps are some that can only preempt."""
+    prompts = prompts_of([1, 2, 3, 4, 5, 6, 7, 8])
+    oracle = load_oracle(tiny_llama)
+    host.load(
+        config_of(
+            tiny_llama,
+            cache__num_blocks=8,
+            cache__block_size=2,
+            scheduler__max_num_batched_tokens=1,
+            scheduler__max_num_seqs=num_seqs,
+        )
+    )
+    expected = {key: dense_greedy(oracle, prompt, 16 - len(prompt)) for key, prompt in prompts.items()}
+    assert tokens(host, prompts, max_tokens=50, ignore_eos=True) == expected
+
+
 def test_another_seed_gives_other_tokens(host: EngineHost, tiny_llama: Path) -> None:
     host.load(config_of(tiny_llama))
     prompt = {"p": [1, 2, 3]}
