@@ -7,16 +7,32 @@ config as asked and as resolved. Only values that exist are allowed: others are 
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from backend.settings import Settings
 
 DEFAULT_MODEL = "smollm2-135m"
 
 
-class ModelSettings(Settings):
+class _Section(Settings):
+    """A table of the config."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _literals_keep_their_type(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python takes True for 1 and 0 for False; a setting does not."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        allowed = get_args(annotation) if get_origin(annotation) is Literal else ()
+        if allowed and not any(type(value) is type(item) and value == item for item in allowed):
+            expected = ", ".join(repr(item) for item in allowed)
+            raise PydanticCustomError("literal_error", "not allowed", {"expected": expected})
+        return value
+
+
+class ModelSettings(_Section):
     name: str = Field(
         DEFAULT_MODEL, min_length=1, description="A pulled model, a Hugging Face folder, or dummy:<shape>."
     )
@@ -26,16 +42,16 @@ class ModelSettings(Settings):
     )
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto takes the GPU when there is one.")
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest prompt plus output, in tokens; cut to what the KV cache holds."
+        None, ge=2, lt=2**31, description="Longest prompt plus output, in tokens; cut to what the KV cache holds."
     )
 
 
-class CacheSettings(Settings):
+class CacheSettings(_Section):
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256] = Field(
         16, description="Tokens per KV block: small wastes less, large needs fewer table entries."
     )
     num_blocks: int | None = Field(
-        None, ge=1, description="KV blocks to allocate; by default what the memory settings leave."
+        None, ge=1, lt=2**31, description="KV blocks to allocate; by default what the memory settings leave."
     )
     dtype: Literal["auto"] = Field("auto", description="KV element type; auto is the model's.")
     layout: Literal["paged"] = "paged"
@@ -43,10 +59,10 @@ class CacheSettings(Settings):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Share of GPU memory for weights, activations and KV cache together."
     )
-    cpu_bytes: int = Field(2**30, ge=2**20, description="KV cache size on the CPU, in bytes.")
+    cpu_bytes: int = Field(2**30, ge=2**20, le=2**50, description="KV cache size on the CPU, in bytes.")
 
 
-class SchedulerSettings(Settings):
+class SchedulerSettings(_Section):
     max_num_seqs: int | None = Field(None, ge=1, le=4096, description="Most requests in one step. CUDA 256, CPU 16.")
     max_num_batched_tokens: int | None = Field(
         None,
@@ -60,7 +76,7 @@ class SchedulerSettings(Settings):
     async_scheduling: Literal[False] = False
 
 
-class QuantizationSettings(Settings):
+class QuantizationSettings(_Section):
     method: None = None
     bits: None = None
     group_size: None = None
@@ -68,14 +84,14 @@ class QuantizationSettings(Settings):
     skip: None = None
 
 
-class SpeculativeSettings(Settings):
+class SpeculativeSettings(_Section):
     method: None = None
     num_speculative_tokens: None = None
     model: None = None
     tree: None = None
 
 
-class KernelSettings(Settings):
+class KernelSettings(_Section):
     backend: Literal["auto", "reference"] = Field("auto", description="Implementation of the ops; auto picks the best.")
     enforce_eager: Literal[True] = True
     batch_invariant: Literal[False] = False
@@ -84,12 +100,12 @@ class KernelSettings(Settings):
     )
 
 
-class TargetSettings(Settings):
+class TargetSettings(_Section):
     kind: Literal["in_process"] = "in_process"
     url: None = None
 
 
-class ParallelSettings(Settings):
+class ParallelSettings(_Section):
     tensor: Literal[1] = 1
 
 

@@ -14,7 +14,9 @@ TokenId = Annotated[int, Field(ge=0)]
 class SamplingSettings(Settings):
     """The part of the sampling parameters that a workload fixes for all its requests."""
 
-    temperature: float = Field(0.0, ge=0, le=1e6, description="0 is greedy; higher is more varied.")
+    temperature: float = Field(
+        0.0, ge=0, le=1e6, allow_inf_nan=False, description="0 is greedy; higher is more varied."
+    )
     top_k: int = Field(-1, ge=-1, description="Keep the k likeliest tokens; -1 or 0 keeps all.")
     top_p: float = Field(1.0, gt=0, le=1, description="Keep the smallest set of tokens with this probability.")
     min_tokens: int = Field(0, ge=0, description="Neither EOS nor a stop before this many tokens.")

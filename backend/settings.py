@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from backend.errors import ConfigError
 
+_MAX_TOML_BYTES = 2**22
+
 
 class _SettingsMeta(type(BaseModel)):
     """Makes a direct construction raise `ConfigError`; nested ones are validated by their parent, which knows their place."""
@@ -44,11 +46,7 @@ class Settings(BaseModel, metaclass=_SettingsMeta):
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
         """Read a TOML file. Raises `ConfigError` for a missing file, bad syntax or bad values."""
-        try:
-            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path}: {error}") from None
-        return cls.from_dict(data)
+        return cls.from_dict(read_toml(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain data that `from_dict` turns back into an equal object."""
@@ -79,12 +77,27 @@ class Settings(BaseModel, metaclass=_SettingsMeta):
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """A TOML file's tables. Raises `ConfigError` naming the file and what is wrong with it."""
+    path = Path(path).expanduser()
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: not a regular file")
+        if path.stat().st_size > _MAX_TOML_BYTES:
+            raise ConfigError(f"{path}: {path.stat().st_size:,} bytes; at most {_MAX_TOML_BYTES:,} are read")
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+
+
 def describe_errors(error: ValidationError, cls: type) -> str:
     """One line for a failed validation: dotted key, offending value, what is allowed."""
     lines = []
     for item in error.errors(include_url=False):
         location = [str(part) for part in item["loc"]]
-        if any("tagged-union" in part for part in location) and not isinstance(item["input"], dict):
+        if location and "tagged-union" in location[-1] and not isinstance(item["input"], dict):
             continue  # a plain value where a table is possible too: the plain branch has said what is wrong
         if "constrained-int" in location and isinstance(item["input"], dict):
             continue
@@ -111,7 +124,8 @@ def _describe(key: str, item: Any, neighbours: list[str]) -> str:
             return f"{key}.kind = {item['ctx']['tag']!r} is not supported; allowed: {item['ctx']['expected_tags']}"
         case "union_tag_not_found":
             return f"{key}.kind is missing: it says which kind the table is"
-    return f"{key} = {item['input']!r}: {item['msg'][:1].lower()}{item['msg'][1:]}"
+    message = item["msg"].replace("tuple", "list")
+    return f"{key} = {item['input']!r}: {message[:1].lower()}{message[1:]}"
 
 
 def _walk(cls: type, location: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
@@ -119,7 +133,7 @@ def _walk(cls: type, location: list[str]) -> tuple[list[str], list[type[BaseMode
     keys: list[str] = []
     options: list[type[BaseModel]] = [cls]
     for part in location:
-        tagged = [option for option in options if _kind(option) == part]
+        tagged = [option for option in options if _kind(option) == part] if len(options) > 1 else []
         if tagged:
             options = tagged
         elif "[" not in part and part != "constrained-int":

@@ -215,6 +215,8 @@ class RunQueue:
         vocab_size = info.model.get("vocab_size")
         warmup = build_warmup_requests(job.workload, vocab_size)
         requests = build_requests(job.workload, vocab_size)
+        if job.cancel.is_set():
+            raise _Cancelled
         self._host.reset_peak_memory()
         surroundings = environment(info.resolved_config.kernels.cpu_threads)
         load = {**info.load, "model": dict(info.model), "prompts_sha256": prompts_digest(requests)}

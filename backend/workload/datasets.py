@@ -18,6 +18,8 @@ from backend.workload.prompts import BUILT_IN_PROMPTS
 from backend.workload.spec import PromptsSource, SharedPrefixSource, SyntheticSource, Workload
 from backend.workload.targets import Prompt
 
+MAX_PROMPT_TOKENS = 20_000_000  # random ids are drawn before the run, and all kept
+
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
@@ -114,9 +116,11 @@ def _random_prompts(workload: Workload, vocab_size: int | None, count: int, *, w
         )
     if isinstance(source, SyntheticSource):
         sizes = lengths(source.prompt_len, seed, Purpose.PROMPT_LENGTHS, count, warmup=warmup)
+        _check_total(sum(sizes))
         prefixes: list[tuple[int, ...]] = [()]
     elif isinstance(source, SharedPrefixSource):
         sizes = lengths(source.suffix_len, seed, Purpose.PROMPT_LENGTHS, count, warmup=warmup)
+        _check_total(sum(sizes) + count * source.prefix_len)
         prefixes = [
             token_ids(vocab_size, seed, Purpose.PREFIX_IDS, source.prefix_len, index=group, warmup=warmup)
             for group in range(min(source.groups, count))
@@ -131,6 +135,13 @@ def _random_prompts(workload: Workload, vocab_size: int | None, count: int, *, w
         )
         for index, size in enumerate(sizes)
     ]
+
+
+def _check_total(num_tokens: int) -> None:
+    if num_tokens > MAX_PROMPT_TOKENS:
+        raise ConfigError(
+            f"the workload's prompts have {num_tokens:,} tokens in all; at most {MAX_PROMPT_TOKENS:,} are allowed"
+        )
 
 
 def _texts(source: PromptsSource) -> list[str]:
@@ -162,8 +173,10 @@ def _read_lines(path: Path, lines: Iterable[bytes], field: str) -> Iterator[str]
             record: Any = json.loads(text) if text.strip() else None
         except UnicodeDecodeError:
             raise ConfigError(f"{where}: not UTF-8 text") from None
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+            if type(error) is ValueError:
+                reason = "a number has thousands of digits"
             raise ConfigError(f"{where}: not JSON ({reason}); expected one JSON object per line") from None
         if not text.strip():
             continue

@@ -9,16 +9,19 @@ from pydantic import Field, model_validator
 from backend.sampling_params import SamplingSettings
 from backend.settings import Settings
 
+MAX_LENGTH = 2**24  # tokens; beyond any model's context
+MAX_REQUESTS = 100_000
+
 
 class FixedLength(Settings):
     kind: Literal["fixed"] = "fixed"
-    value: int = Field(ge=1)
+    value: int = Field(ge=1, le=MAX_LENGTH)
 
 
 class UniformLength(Settings):
     kind: Literal["uniform"] = "uniform"
-    min: int = Field(ge=1)
-    max: int = Field(ge=1)
+    min: int = Field(ge=1, le=MAX_LENGTH)
+    max: int = Field(ge=1, le=MAX_LENGTH)
 
     @model_validator(mode="after")
     def _ordered(self) -> UniformLength:
@@ -31,10 +34,10 @@ class NormalLength(Settings):
     """Rounded and cut to `min..max`."""
 
     kind: Literal["normal"] = "normal"
-    mean: float = Field(gt=0, allow_inf_nan=False)
-    std: float = Field(ge=0, allow_inf_nan=False)
-    min: int = Field(1, ge=1)
-    max: int = Field(2**20, ge=1)
+    mean: float = Field(gt=0, le=MAX_LENGTH, allow_inf_nan=False)
+    std: float = Field(ge=0, le=MAX_LENGTH, allow_inf_nan=False)
+    min: int = Field(1, ge=1, le=MAX_LENGTH)
+    max: int = Field(2**20, ge=1, le=MAX_LENGTH)
 
     @model_validator(mode="after")
     def _ordered(self) -> NormalLength:
@@ -44,7 +47,7 @@ class NormalLength(Settings):
 
 
 LengthDistribution = Annotated[FixedLength | UniformLength | NormalLength, Field(discriminator="kind")]
-Length = Annotated[int, Field(ge=1)] | LengthDistribution
+Length = Annotated[int, Field(ge=1, le=MAX_LENGTH)] | LengthDistribution
 
 
 class PromptsSource(Settings):
@@ -74,7 +77,7 @@ class SyntheticSource(Settings):
     """Random token ids: exact lengths, no text."""
 
     kind: Literal["synthetic"] = "synthetic"
-    num_requests: int = Field(16, ge=1, le=1_000_000)
+    num_requests: int = Field(16, ge=1, le=MAX_REQUESTS)
     prompt_len: Length = 128
 
 
@@ -82,10 +85,18 @@ class SharedPrefixSource(Settings):
     """Groups of prompts of random ids; a group's prompts begin with the same `prefix_len` ids."""
 
     kind: Literal["shared_prefix"] = "shared_prefix"
-    groups: int = Field(4, ge=1, le=100_000)
-    prompts_per_group: int = Field(4, ge=1, le=100_000)
-    prefix_len: int = Field(256, ge=1)
+    groups: int = Field(4, ge=1, le=MAX_REQUESTS)
+    prompts_per_group: int = Field(4, ge=1, le=MAX_REQUESTS)
+    prefix_len: int = Field(256, ge=1, le=MAX_LENGTH)
     suffix_len: Length = 32
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> SharedPrefixSource:
+        if self.groups * self.prompts_per_group > MAX_REQUESTS:
+            raise ValueError(
+                f"groups x prompts_per_group = {self.groups * self.prompts_per_group:,}; at most {MAX_REQUESTS:,} are allowed"
+            )
+        return self
 
 
 class AllAtOnce(Settings):
