@@ -10,7 +10,8 @@ import typer
 
 from app import formatting, terminal
 from app.cli_models import progress
-from app.cli_options import ConfigSetOption, JsonOption, engine_config
+from app.cli_options import ConfigSetOption, JsonOption
+from app.settings_input import engine_config
 from backend.errors import EngineError, RequestError
 
 if TYPE_CHECKING:

@@ -1,21 +1,14 @@
-"""Options that several commands share, and `--set`: one setting on the command line."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from backend.errors import ConfigError, ServeLabError
-
-if TYPE_CHECKING:
-    from backend.config import EngineConfig
-    from backend.workload.spec import Workload
-
-WORKLOAD_PREFIX = "workload"
+from backend.errors import ServeLabError
+from db.run_ids import parse_run_id
 
 SetOption = Annotated[
     list[str] | None,
@@ -36,67 +29,12 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run id, as in `
 RunsArgument = Annotated[list[str], typer.Argument(metavar="RUN...", help="Run ids, as in `servelab runs list`.")]
 
 
-def engine_config(path: Path | None, settings: Sequence[str]) -> EngineConfig:
-    """The config from a TOML file (default: `EngineConfig()`) with `--set` applied; workload settings are refused."""
-    return _engine_config(path, _parse(settings, with_workload=False))
-
-
-def engine_config_and_workload(
-    config_path: Path | None, workload_path: Path | None, settings: Sequence[str]
-) -> tuple[EngineConfig, Workload]:
-    """Both objects of a run, from their TOML files or defaults, with `--set` applied. Raises `ConfigError`."""
-    from backend.workload.spec import Workload
-
-    overrides = _parse(settings, with_workload=True)
-    prefix = f"{WORKLOAD_PREFIX}."
-    config = _engine_config(config_path, {key: value for key, value in overrides.items() if not key.startswith(prefix)})
-    workload = Workload.from_toml(workload_path) if workload_path else Workload()
-    return config, workload.with_overrides(
-        {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
-    )
-
-
 def run_ids(names: Sequence[str]) -> list[int]:
     """Run ids as typed: 12 or #12. Raises `ServeLabError`."""
     ids = []
     for name in names:
-        digits = name.removeprefix("#")
-        if not (digits.isascii() and digits.isdigit() and len(digits) < 19):  # a database's largest integer has 19
+        run_id = parse_run_id(name)
+        if run_id is None:
             raise ServeLabError(f"{name!r} is not a run id; run ids are numbers, as in `servelab runs list`")
-        ids.append(int(digits))
+        ids.append(run_id)
     return ids
-
-
-def _engine_config(path: Path | None, overrides: dict[str, Any]) -> EngineConfig:
-    from backend.config import EngineConfig
-
-    config = EngineConfig.from_toml(path) if path else EngineConfig()
-    return config.with_overrides(overrides)
-
-
-def _parse(settings: Sequence[str], *, with_workload: bool) -> dict[str, Any]:
-    """`a.b=c` each; the last of a repeated key wins."""
-    from backend.config import EngineConfig
-
-    sections = list(EngineConfig.model_fields) + [WORKLOAD_PREFIX] * with_workload
-    overrides: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        section, dot, rest = key.partition(".")
-        if not equals or not dot or not rest:
-            raise ConfigError(f"--set {setting}: expected SECTION.KEY=VALUE, as in cache.block_size=32")
-        if section not in sections:
-            raise ConfigError(f"--set {setting}: unknown section {section!r}; allowed: {', '.join(sections)}")
-        overrides[key] = _parse_value(value)
-    return overrides
-
-
-def _parse_value(text: str) -> Any:
-    """A TOML value where the text is one, else the text itself: 32, 0.5, true, [1, 2], {kind = "fixed"}, bfloat16."""
-    try:
-        document = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    value = document["value"]
-    # A second line would be a second key, and TOML's dates and times are no setting's type.
-    return value if len(document) == 1 and isinstance(value, bool | int | float | str | list | dict) else text

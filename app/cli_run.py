@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app import formatting, terminal
-from app.cli_options import JsonOption, SetOption, engine_config_and_workload
+from app.cli_options import JsonOption, SetOption
 from app.cli_summary import print_summaries
+from app.settings_input import engine_config_and_workload
 
 if TYPE_CHECKING:
     from app.services import Services

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -20,18 +20,23 @@ from backend.experiments.compare import compare_runs, flatten, metric_value
 
 if TYPE_CHECKING:
     from app.services import Services
-    from db.run_rows import Run
+
+_TABLE_ROWS = 50
 
 runs = typer.Typer(help="List, show and delete stored runs.", no_args_is_help=True)
 
 
 @runs.command("list")
 def list_runs(
-    limit: Annotated[int, typer.Option(min=1, help="Most runs to list, newest first.")] = 50,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Most runs to list. Otherwise: 50 in a table, all with --json.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Stored runs, newest first."""
     with terminal.results() as out, _services() as services:
+        if limit is None and not as_json:
+            limit = _TABLE_ROWS
         found = services.repository.list(limit=limit)
         if as_json:
             document = [
@@ -63,13 +68,16 @@ def list_runs(
         ]
         headers = ("Run", "Status", "Created", "Model", "Output", "TTFT p50", "Label")
         terminal.print_table(headers, rows, "llllrrl", out)
+        more = services.repository.count() - len(found)
+        if more > 0:
+            terminal.note(f"{formatting.count(more)} more; --limit {len(found) + more} shows all")
 
 
 @runs.command()
 def show(run: RunArgument, as_json: JsonOption = False) -> None:
     """Everything stored of one run but its requests and steps."""
     with terminal.results() as out, _services() as services:
-        stored = _get(services, run_ids([run]))[0]
+        stored = services.repository.get_all(run_ids([run]))[0]
         if as_json:
             terminal.write_document(out, {field.name: _plain(getattr(stored, field.name)) for field in fields(stored)})
             return
@@ -106,7 +114,7 @@ def show(run: RunArgument, as_json: JsonOption = False) -> None:
 def delete(names: RunsArgument, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
     """Delete runs with their requests and steps, for good."""
     with terminal.results(), _services() as services:
-        stored = _get(services, run_ids(names))
+        stored = services.repository.get_all(run_ids(names))
         if not yes:
             listed = ", ".join(run.title for run in stored)
             typer.confirm(f"Delete {listed} with all records?", abort=True, err=True)
@@ -123,8 +131,10 @@ def compare(
 ) -> None:
     """Finished runs side by side: metrics against a baseline, and the settings that differ."""
     with terminal.results() as out, _services() as services:
-        stored = _get(services, run_ids(names))
+        stored = services.repository.get_all(run_ids(names))
         comparison = compare_runs(stored, run_ids([baseline])[0] if baseline else None)
+        if failures := formatting.failed_requests({run.run_id: run.summary for run in stored}):
+            terminal.note(failures)
         if as_json:
             terminal.write_document(out, comparison.to_dict())
             return
@@ -159,8 +169,7 @@ def export(
     if not to_stdout and output.exists() and not force:
         raise ServeLabError(f"{output} exists; name another file, or overwrite it with --force")
     with terminal.results() as out, _services() as services:
-        stored = _get(services, run_ids(names))
-        data = export_runs(services.repository, [run.run_id for run in stored], file_format, table)
+        data = export_runs(services.repository, run_ids(names), file_format, table)
         if to_stdout:
             out.buffer.write(data)
             return
@@ -172,16 +181,6 @@ def _services() -> Services:
     from app.services import Services
 
     return Services.open()
-
-
-def _get(services: Services, ids: Sequence[int]) -> list[Run]:
-    stored = []
-    for run_id in ids:
-        run = services.repository.get(run_id)
-        if run is None:
-            raise ServeLabError(f"there is no run #{run_id}; `servelab runs list` shows those that there are")
-        stored.append(run)
-    return stored
 
 
 def _metric(name: str, summary: Mapping[str, Any] | None) -> str:

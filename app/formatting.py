@@ -6,7 +6,9 @@ Three significant digits, always a unit, and "–" for a value that does not exi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import datetime
+from typing import Any
 
 from backend.metrics.definitions import DEFINITIONS
 from backend.metrics.stats import Phase
@@ -124,6 +126,18 @@ def timestamp(moment: datetime | None) -> str:
 def run_name(run_id: int, label: str | None = None) -> str:
     """How a run is called everywhere: #12, or with its label, #12 baseline."""
     return f"#{run_id} {label}" if label else f"#{run_id}"
+
+
+def failed_requests(summaries: Mapping[int, Mapping[str, Any] | None]) -> str | None:
+    """Which runs (by id) are measured by a part of their requests only: "#3: 2 of 16 requests failed; ..."."""
+    parts = [
+        f"#{run_id}: {count(summary['num_failed'])} of {count(summary['num_requests'])} requests failed"
+        for run_id, summary in summaries.items()
+        if summary and summary.get("num_failed")
+    ]
+    if not parts:
+        return None
+    return f"{', '.join(parts)}; {'its' if len(parts) == 1 else 'their'} figures are of the rest"
 
 
 def phase_text(phase: Phase) -> str:

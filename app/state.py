@@ -11,13 +11,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.cli_options import engine_config_and_workload
 from app.components import form_fields as form
 from app.components.fields import Field
 from app.components.settings_text import setting_lines, toml_value
+from app.settings_input import engine_config_and_workload
 from backend.config import DEFAULT_MODEL, EngineConfig
 from backend.errors import ConfigError
 from backend.workload.spec import Workload
+from db.run_ids import parse_run_id
 
 Values = Mapping[str, Any]
 
@@ -120,18 +121,12 @@ def from_widget(field: Field, value: Any) -> Any:
     return value * field.scale if field.scale != 1 else value
 
 
-def run_id_in(text: str | None) -> int | None:
-    """A run id as an address gives it, or None when it is none: 12, or #12."""
-    digits = (text or "").strip().removeprefix("#")
-    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 19 else None
-
-
 def run_ids_in(text: str | None) -> tuple[list[int], list[str]]:
     """Run ids of `12,13` in order, each once, and what in it is no run id."""
     ids: list[int] = []
     strange: list[str] = []
     for part in (text or "").split(","):
-        run_id = run_id_in(part)
+        run_id = parse_run_id(part)
         if run_id is None:
             strange += [part.strip()] if part.strip() else []
         elif run_id not in ids:

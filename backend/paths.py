@@ -26,9 +26,14 @@ def models_home() -> Path:
     return home / "models" if home is not None else Path.home() / ".cache" / "servelab" / "models"
 
 
-def database_url() -> str:
-    """SQLAlchemy URL of the run database."""
-    return os.environ.get("SERVELAB_DATABASE_URL") or f"sqlite:///{data_home() / 'servelab.db'}"
+def database_url() -> str | None:
+    """SQLAlchemy URL of the run database, or None where none is set: it is then the SQLite file `database_file()`."""
+    return os.environ.get("SERVELAB_DATABASE_URL") or None
+
+
+def database_file() -> Path:
+    """The run database unless `database_url()` names another. A path and no URL: a folder's name may hold `?` or `%`."""
+    return data_home() / "servelab.db"
 
 
 def _servelab_home() -> Path | None:

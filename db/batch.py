@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from backend.metrics.stats import (
@@ -19,7 +19,7 @@ from backend.metrics.stats import (
 )
 from db.base import Base
 from db.models import ChunkRow, RequestRow, SampleRow, StepRow
-from db.run_rows import Row, chunk_row, phase_text, request_row, sample_row, step_row
+from db.run_rows import Row, chunk_row, request_row, sample_row, step_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class BatchBuilder:
         """Add what `record` means for the database."""
         match record:
             case Phase():
-                batch.changes |= self._advance(_STATUS_OF_PHASE.get(record.name, self._status))
-                batch.changes["phase"] = phase_text(record)
+                self._advance(_STATUS_OF_PHASE.get(record.name, self._status))
+                batch.changes |= self._state() | {"phase": asdict(record)}
             case Chunk(kind, data, first_step, last_step):
                 batch.add(ChunkRow, chunk_row(self._run_id, kind, data, first_step, last_step))
             case RunStart():
@@ -100,7 +100,8 @@ class BatchBuilder:
     def _begin(self, batch: Batch, start: RunStart) -> None:
         self._started_at = _wall_time(start.start_time)
         self._notices = [*start.notices, *self._notices]
-        batch.changes |= self._advance("running")
+        self._advance("running")
+        batch.changes |= self._state()
         batch.changes |= {
             "started_at": self._started_at,
             "resolved_config": start.resolved_config,
@@ -133,12 +134,14 @@ class BatchBuilder:
             self.add(batch, record)
         self._early.clear()
 
-    def _advance(self, status: RunStatus) -> Row:
-        """The change to `status`; none when the run has been there: it never goes back."""
-        if _STATUS_ORDER.index(status) <= _STATUS_ORDER.index(self._status):
-            return {}
-        self._status = status
-        return {"status": status}
+    def _state(self) -> Row:
+        """Said anew each time: somebody may have marked the run interrupted who could not see that it goes on."""
+        return {"status": self._status, "error": None}
+
+    def _advance(self, status: RunStatus) -> None:
+        """Go on to `status`, unless the run has been there: it never goes back."""
+        if _STATUS_ORDER.index(status) > _STATUS_ORDER.index(self._status):
+            self._status = status
 
 
 def _wall_time(clock: float) -> datetime:

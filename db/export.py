@@ -11,7 +11,6 @@ from dataclasses import fields
 from datetime import datetime
 from typing import Any, Literal
 
-from backend.errors import DatabaseError
 from db.base import plain_data
 from db.models import RequestRow, StepRow
 from db.repository import RunRepository
@@ -37,7 +36,7 @@ def export_runs(repository: RunRepository, run_ids: Sequence[int], format: Forma
     they read back equal; text that a spreadsheet would run is prefixed (see `spreadsheet_safe`). Raises `DatabaseError` for
     an unknown run.
     """
-    runs = [_known_run(repository, run_id) for run_id in run_ids]
+    runs = repository.get_all(run_ids)
     if format == "json":
         document = [_whole(repository, run) for run in runs] if table is None else _rows(repository, runs, table)
         # Lone surrogates become \\udXXX, which is how JSON itself spells them.
@@ -57,13 +56,6 @@ def spreadsheet_safe(text: str) -> str:
     more `'`. So the text comes back by removing one `'` from cells that match `^'+[=+\\-@...]`.
     """
     return f"'{text}" if _FORMULA.match(text) else text
-
-
-def _known_run(repository: RunRepository, run_id: int) -> Run:
-    run = repository.get(run_id)
-    if run is None:
-        raise DatabaseError(f"there is no run #{run_id}; `servelab runs list` shows the runs there are")
-    return run
 
 
 def _rows(repository: RunRepository, runs: Iterable[Run], table: Table) -> list[Row]:

@@ -31,7 +31,7 @@ class RunRow(Base):
 
     run_id: Mapped[int] = mapped_column(Integer, primary_key=True)
     status: Mapped[str] = mapped_column(String(16))  # a RunStatus
-    phase: Mapped[str | None] = mapped_column(ForeignText)  # what a run that is not over does now, in words
+    phase: Mapped[dict[str, Any] | None] = mapped_column(Json)  # the `Phase` of a run that is not over
     label: Mapped[str | None] = mapped_column(ForeignText)
     notes: Mapped[str | None] = mapped_column(ForeignText)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
@@ -48,9 +48,13 @@ class RunRow(Base):
     summary: Mapped[dict[str, Any] | None] = mapped_column(Json)
     error: Mapped[str | None] = mapped_column(ForeignText)
     num_requests: Mapped[int | None]  # measured ones
+    # The process that runs it; see `db.owner.Owner`.
     owner_host: Mapped[str] = mapped_column(ForeignText)
+    owner_boot_id: Mapped[str | None] = mapped_column(ForeignText)
+    owner_pid_namespace: Mapped[int | None] = mapped_column(BigInteger)
     owner_pid: Mapped[int]
-    owner_started: Mapped[float] = mapped_column(FiniteFloat)  # the process's creation, seconds since the epoch
+    owner_start_ticks: Mapped[int | None] = mapped_column(BigInteger)
+    owner_started: Mapped[float] = mapped_column(FiniteFloat)
 
 
 class RequestRow(Base):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from sqlalchemy import Select, Table, delete, insert, or_, select, update
+from sqlalchemy import Select, Table, delete, func, insert, or_, select, update
 from sqlalchemy.engine import CursorResult
 
 from backend.errors import DatabaseError
@@ -14,6 +15,7 @@ from backend.metrics.stats import FINAL_STATUSES
 from db.base import Base
 from db.models import ChunkRow, RequestRow, RunRow, SampleRow, StepRow
 from db.owner import Owner
+from db.run_ids import parse_run_id
 from db.run_rows import Row, Run, to_run
 from db.step_queries import select_steps
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 INTERRUPTED_ERROR = "the process that ran it ended"
 
 _NOT_FINAL = RunRow.status.not_in(FINAL_STATUSES)
+_OWNER_COLUMNS = [getattr(RunRow, f"owner_{field.name}") for field in fields(Owner)]
 
 
 class RunRepository:
@@ -46,7 +49,7 @@ class RunRepository:
             config: `EngineConfig.to_dict()`, as asked.
             workload: `Workload.to_dict()`.
         """
-        owner = Owner.this_process()
+        owner = {f"owner_{name}": value for name, value in asdict(Owner.this_process()).items()}
         row = RunRow(
             status="queued",
             label=label or None,
@@ -56,9 +59,7 @@ class RunRepository:
             config=config,
             workload=workload,
             notices=[],
-            owner_host=owner.host,
-            owner_pid=owner.pid,
-            owner_started=owner.started,
+            **owner,
         )
         with self._database.write() as session:
             session.add(row)
@@ -70,6 +71,21 @@ class RunRepository:
         with self._database.read() as session:
             row = session.get(RunRow, run_id)
             return None if row is None else to_run(row)
+
+    def get_all(self, run_ids: Iterable[int]) -> list[Run]:
+        """The runs in the order asked for. Raises `DatabaseError` naming one that does not exist."""
+        runs = []
+        for run_id in run_ids:
+            run = self.get(run_id)
+            if run is None:
+                raise _unknown(run_id)
+            runs.append(run)
+        return runs
+
+    def count(self) -> int:
+        """How many runs are stored."""
+        with self._database.read() as session:
+            return session.scalar(select(func.count()).select_from(RunRow)) or 0
 
     def list(
         self,
@@ -128,14 +144,11 @@ class RunRepository:
             session.execute(delete(RunRow).where(RunRow.run_id.in_(wanted)))
 
     def mark_interrupted(self) -> list[int]:
-        """Mark the runs of this machine that are not over and whose process has ended; returns their ids, in order."""
+        """Mark the runs that are not over and whose process is known to have ended; returns their ids, in order."""
         with self._database.read() as session:
-            owners = session.execute(
-                select(RunRow.run_id, RunRow.owner_host, RunRow.owner_pid, RunRow.owner_started)
-                .where(_NOT_FINAL)
-                .order_by(RunRow.run_id)
-            ).all()
-        orphans = [run_id for run_id, host, pid, started in owners if Owner(host, pid, started).is_gone]
+            query = select(RunRow.run_id, *_OWNER_COLUMNS).where(_NOT_FINAL).order_by(RunRow.run_id)
+            rows = session.execute(query).all()
+        orphans = [run_id for run_id, *owner in rows if Owner(*owner).is_gone]
         if not orphans:
             return []  # without taking the write lock
         change = {"status": "interrupted", "error": INTERRUPTED_ERROR, "phase": None}
@@ -149,17 +162,22 @@ class RunRepository:
         """Store what a recorder has gathered, in one transaction. Raises `DatabaseError` if the run was deleted.
 
         Args:
-            changes: columns of the run; ignored once its status is final.
+            changes: columns of the run; ignored once its status is final. "interrupted" is no end for the process that
+                runs it: whoever marked it could not see that it lives.
             rows: record rows by table, as `db.run_rows` makes them.
         """
         with self._database.write() as session:
-            if session.scalar(select(RunRow.run_id).where(RunRow.run_id == run_id)) is None:
+            query = select(RunRow.status, *_OWNER_COLUMNS).where(RunRow.run_id == run_id).with_for_update()
+            row = session.execute(query).one_or_none()
+            if row is None:
                 raise DatabaseError(f"run #{run_id} was deleted while it ran")
+            status, *owner = row
+            wrongly_marked = status == "interrupted" and Owner(*owner).is_this_process
             for table, table_rows in rows.items():
                 if table_rows:
                     session.execute(insert(cast(Table, table.__table__)), table_rows)
-            if changes:
-                session.execute(update(RunRow).where(RunRow.run_id == run_id, _NOT_FINAL).values(dict(changes)))
+            if changes and (wrongly_marked or status not in FINAL_STATUSES):
+                session.execute(update(RunRow).where(RunRow.run_id == run_id).values(dict(changes)))
 
     def requests(self, run_id: int) -> list[Row]:
         """The run's requests as dicts by column name: warm-up first, then in workload order."""
@@ -189,7 +207,7 @@ class RunRepository:
         with self._database.write() as session:
             result = session.execute(update(RunRow).where(RunRow.run_id == run_id).values(values))
             if isinstance(result, CursorResult) and result.rowcount == 0:
-                raise DatabaseError(f"there is no run #{run_id}")
+                raise _unknown(run_id)
 
     def _rows(self, query: Select[Any]) -> list[Row]:
         with self._database.read() as session:
@@ -203,13 +221,16 @@ def _select_records(table: type[RequestRow | StepRow | SampleRow], run_id: int) 
 
 def _matches(text: str) -> Any:
     """A condition for `RunRepository.list`."""
-    number = text.removeprefix("#")
-    is_id = number.isascii() and number.isdecimal() and len(number) < 19
-    by_id = [RunRow.run_id == int(number)] if is_id else []
-    if text.startswith("#") and is_id:
-        return by_id[0]
+    run_id = parse_run_id(text)
+    if run_id is not None and text.startswith("#"):
+        return RunRow.run_id == run_id
+    by_id = [] if run_id is None else [RunRow.run_id == run_id]
     columns = (RunRow.label, RunRow.notes, RunRow.model)
     return or_(*by_id, *(column.icontains(text, autoescape=True) for column in columns))
+
+
+def _unknown(run_id: int) -> DatabaseError:
+    return DatabaseError(f"there is no run #{run_id}; `servelab runs list` shows the runs there are")
 
 
 def _names(run_ids: Iterable[int]) -> str:

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from backend.metrics import stats
-from backend.metrics.stats import FINAL_STATUSES, Phase, RequestStats, RunStatus, StepStats, TelemetrySample
+from backend.metrics.stats import FINAL_STATUSES, RequestStats, RunStatus, StepStats, TelemetrySample
 from db.base import Base
 from db.models import RequestRow, RunRow, SampleRow, StepRow
 from db.owner import Owner
@@ -24,7 +24,7 @@ class Run:
 
     run_id: int
     status: RunStatus
-    phase: str | None
+    phase: dict[str, Any] | None  # the fields of a `Phase` while it is not over
     label: str | None
     notes: str | None
     created_at: datetime  # aware, UTC, as the two below
@@ -42,8 +42,11 @@ class Run:
     error: str | None
     num_requests: int | None
     owner_host: str
+    owner_boot_id: str | None
+    owner_pid_namespace: int | None
     owner_pid: int
-    owner_started: float
+    owner_start_ticks: int | None
+    owner_started: float  # seconds since the epoch
 
     @property
     def is_final(self) -> bool:
@@ -51,7 +54,14 @@ class Run:
 
     @property
     def owner(self) -> Owner:
-        return Owner(self.owner_host, self.owner_pid, self.owner_started)
+        return Owner(
+            host=self.owner_host,
+            boot_id=self.owner_boot_id,
+            pid_namespace=self.owner_pid_namespace,
+            pid=self.owner_pid,
+            start_ticks=self.owner_start_ticks,
+            started=self.owner_started,
+        )
 
     @property
     def title(self) -> str:
@@ -88,14 +98,6 @@ def sample_row(run_id: int, sample: TelemetrySample, start_time: float) -> Row:
 
 def chunk_row(run_id: int, kind: str, data: bytes, first_step: int, last_step: int) -> Row:
     return {"run_id": run_id, "kind": kind, "data": data, "first_step": first_step, "last_step": last_step}
-
-
-def phase_text(phase: Phase) -> str:
-    """A phase as a person reads it: "running 12 of 64", "pulling 34 of 98 MB"."""
-    if phase.done is None or phase.total is None:
-        return phase.name
-    scale, unit = (1e6, "MB") if phase.unit in ("B", "bytes") else (1.0, phase.unit)
-    return f"{phase.name} {phase.done / scale:.0f} of {phase.total / scale:.0f} {unit}".rstrip()
 
 
 _LATENCIES: dict[str, Callable[[RequestStats], float | None]] = {

@@ -20,7 +20,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlch
 from sqlalchemy.orm import Session, sessionmaker
 
 from backend.errors import DatabaseError
-from backend.paths import database_url
+from backend.paths import database_file, database_url
 from db.base import dump_json
 from db.migrations.schema import check_schema, migrate
 from db.repository import RunRepository
@@ -45,7 +45,8 @@ class Database:
         Runs whose process has ended are marked interrupted. Raises `DatabaseError` for a database that is read-only, newer
         than this program, locked, damaged or not one of ours, and for a folder that cannot be written.
         """
-        parsed = _parse_url(url or database_url())
+        url = url or database_url()
+        parsed = URL.create("sqlite", database=str(database_file())) if url is None else _parse_url(url)
         if parsed.get_backend_name() == "sqlite" and "uri" not in parsed.query:  # a file: URI is SQLite's to read
             _check_sqlite_file(parsed)
         engine = _create_engine(parsed)

@@ -13,7 +13,7 @@ def test_servelab_home_moves_data_and_models(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("SERVELAB_HOME", str(tmp_path))
     monkeypatch.delenv("SERVELAB_DATABASE_URL")
     assert (paths.data_home(), paths.models_home()) == (tmp_path, tmp_path / "models")
-    assert paths.database_url() == f"sqlite:///{tmp_path / 'servelab.db'}"
+    assert (paths.database_url(), paths.database_file()) == (None, tmp_path / "servelab.db")
     monkeypatch.setenv("SERVELAB_DATABASE_URL", "postgresql://x/y")
     assert paths.database_url() == "postgresql://x/y"
 

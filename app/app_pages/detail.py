@@ -6,11 +6,11 @@ import streamlit as st
 
 from app import resources
 from app.components import links, run_detail
-from app.state import run_id_in
+from db.run_ids import parse_run_id
 
 services = resources.get_services()
 asked = st.query_params.get("run")
-run_id = run_id_in(asked)
+run_id = parse_run_id(asked or "")
 run = services.repository.get(run_id) if run_id is not None else None
 
 if run is not None:

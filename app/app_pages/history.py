@@ -14,6 +14,8 @@ LIMIT = 500
 services = resources.get_services()
 repository = services.repository
 
+repository.mark_interrupted()  # a run may have lost its process since this one started
+
 st.title("History", anchor=False)
 st.caption("Every run, newest first. Tick runs to open, compare, export or delete them.")
 

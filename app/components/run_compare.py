@@ -10,10 +10,11 @@ import streamlit as st
 
 from app import formatting
 from app.components import notes, palette, run_charts
-from app.state import address_of, run_id_in, run_ids_in
+from app.state import address_of, run_ids_in
 from backend.errors import ServeLabError
 from backend.experiments.compare import Comparison, MetricRow, compare_runs
 from db.repository import RunRepository
+from db.run_ids import parse_run_id
 from db.run_rows import Run
 
 MAX_RUNS = 8
@@ -71,7 +72,7 @@ def _follow_address(runs: dict[int, Run]) -> None:
     address = (st.query_params.get("runs", ""), st.query_params.get("baseline", ""))
     if address != st.session_state.get(_ADDRESS) or _RUNS not in st.session_state:
         st.session_state[_RUNS] = run_ids_in(address[0])[0][:MAX_RUNS]
-        st.session_state[_BASELINE] = run_id_in(address[1])
+        st.session_state[_BASELINE] = parse_run_id(address[1])
     st.session_state[_RUNS] = [run_id for run_id in st.session_state[_RUNS] if run_id in runs]
 
 
@@ -92,18 +93,12 @@ def show(repository: RunRepository, runs: Sequence[Run], baseline: int | None) -
         return
     colours = palette.run_colours(comparison.run_ids, comparison.baseline)
     names = {run.run_id: run.title for run in runs}
+    if failures := formatting.failed_requests({run.run_id: run.summary for run in runs}):
+        st.warning(notes.plain(failures), icon=":material/warning:")
     _figures(comparison, names)
     _settings(comparison, names)
     _distributions(repository, comparison, colours)
     _time_series(repository, comparison, colours)
-
-
-def _remember(chosen: Sequence[int], baseline: int | None) -> None:
-    wanted = {"runs": address_of(chosen)} if chosen else {}
-    if baseline is not None and chosen and baseline != chosen[0]:
-        wanted["baseline"] = str(baseline)
-    if wanted != st.query_params.to_dict():
-        st.query_params.from_dict(wanted)
 
 
 def _figures(comparison: Comparison, names: dict[int, str]) -> None:

@@ -11,7 +11,7 @@ from app import formatting
 from app.components import activity, figures, links, live_panel, notes, palette, run_actions, run_charts, run_setup
 from app.components.run_table import workload_text
 from app.services import Services
-from backend.metrics.stats import DEFINITIONS
+from backend.metrics.stats import DEFINITIONS, Phase
 from db.run_rows import Run
 
 _QUANTILES = ("p50", "p90", "p95", "p99", "mean", "std", "min", "max", "count")
@@ -74,7 +74,8 @@ def _under_way(services: Services, run: Run | None) -> None:
         live_panel.under_way(services, snapshot)
     else:
         where = f"process {run.owner_pid} on {run.owner_host}"
-        st.info(notes.plain(f"{run.phase or run.status} ({where}). Its figures appear here when it ends."))
+        doing = formatting.phase_text(Phase(**run.phase)) if run.phase else run.status
+        st.info(notes.plain(f"{doing} ({where}). Its figures appear here when it ends."))
 
 
 def _latency(services: Services, run: Run) -> None:

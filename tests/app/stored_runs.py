@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from app.services import Services
@@ -17,10 +18,14 @@ TOKENS = 6
 NASTY = "=1+1 <script>alert(1)</script> *bold* $x$ :red[y]"
 
 
-def feed(sink: StatsSink, config: EngineConfig, step_s: float = 0.05, status: RunStatus = "finished") -> None:
-    """A whole run: four requests prefilled in one step, then decoded together."""
+def feed(
+    sink: StatsSink, config: EngineConfig, step_s: float = 0.05, status: RunStatus = "finished", num_failed: int = 0
+) -> None:
+    """A whole run: four requests prefilled in one step, then decoded together; the last `num_failed` fail at the end."""
     end_time = feed_start(sink, config, step_s)
     requests = [_request(index, end_time, step_s) for index in range(NUM_REQUESTS)]
+    for index in range(NUM_REQUESTS - num_failed, NUM_REQUESTS):
+        requests[index] = replace(requests[index], status="failed", finish_reason="error", error="boom")
     for request in requests:
         sink.on_request_finished(request)
     sink.on_run_end(RunEnd(status, end_time, summarize(requests, slo_limits={}, kv_cache_usage_max=0.2)))
@@ -55,6 +60,7 @@ def add_run(
     step_s: float = 0.05,
     status: RunStatus = "finished",
     error: str | None = None,
+    num_failed: int = 0,
 ) -> int:
     """Store a run that ended with `status`; one that failed did so before its first request."""
     config = EngineConfig().with_overrides(settings or {})
@@ -63,7 +69,7 @@ def add_run(
     if status == "failed":
         recorder.on_run_end(RunEnd(status, 100.0, None, error))
     else:
-        feed(recorder, config, step_s, status)
+        feed(recorder, config, step_s, status, num_failed)
     recorder.close()
     return run_id
 

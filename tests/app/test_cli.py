@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,9 @@ def store_run(
     tokens: int = 5,
     step_s: float = 0.1,
     status: RunStatus = "finished",
+    num_failed: int = 0,
 ) -> int:
-    """Record a run of one request that delivers a token every `step_s`."""
+    """Record a run of one request that delivers a token every `step_s`, and of some that fail."""
     config = EngineConfig().with_overrides({"model.name": "dummy:tiny", "cache.block_size": block_size})
     with Services.open() as services:
         run_id = services.repository.create(config.to_dict(), Workload().to_dict(), label)
@@ -79,8 +81,10 @@ def store_run(
             text="[bold]",
             token_ids=tuple(range(tokens)),
         )
-        recorder.on_request_finished(request)
-        summary = summarize([request], slo_limits={}) if status == "finished" else None
+        failed = [replace(request, status="failed", error="boom") for _ in range(num_failed)]
+        for item in (request, *failed):
+            recorder.on_request_finished(item)
+        summary = summarize([request, *failed], slo_limits={}) if status == "finished" else None
         recorder.on_run_end(RunEnd(status, times[-1], summary))
         recorder.close()
     return run_id
@@ -130,6 +134,32 @@ def test_runs_are_listed_newest_first(cli: Cli) -> None:
     assert "[red]x[/red]" in out, "a label is text, not markup"
     assert "10.0 tok/s" in out
     assert "100 ms" in out
+
+
+def test_a_long_list_says_how_much_of_it_is_left_out(cli: Cli) -> None:
+    with Services.open() as services:
+        config, workload = EngineConfig().to_dict(), Workload().to_dict()
+        ids = [services.repository.create(config, workload) for _ in range(53)][::-1]
+    code, out, err = cli("runs", "list")
+    assert (code, err) == (0, "3 more; --limit 53 shows all\n")
+    assert f"#{ids[49]} " in out
+    assert f"#{ids[50]} " not in out
+    assert cli("runs", "list", "--limit", "53")[2] == ""
+    assert cli("runs", "list", "--limit", "2")[2] == "51 more; --limit 53 shows all\n"
+    code, out, err = cli("runs", "list", "--json")
+    assert ([document["run_id"] for document in json.loads(out)], err) == (ids, "")
+    code, out, err = cli("runs", "list", "--json", "--limit", "2")
+    assert ([document["run_id"] for document in json.loads(out)], err) == (ids[:2], "")
+
+
+def test_compare_names_runs_with_failed_requests(cli: Cli) -> None:
+    whole, part = str(store_run()), str(store_run(num_failed=2))
+    said = f"#{part}: 2 of 3 requests failed; its figures are of the rest\n"
+    for options in ([], ["--json"]):
+        code, out, err = cli("compare", whole, part, *options)
+        assert (code, err) == (0, said)
+    assert json.loads(out)["baseline"] == int(whole)
+    assert cli("compare", whole, str(store_run()))[2] == ""
 
 
 def test_a_run_is_shown_whole(cli: Cli) -> None:

@@ -131,3 +131,12 @@ def test_names_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert formatting.timestamp(None) == "–"
     moment = datetime(2026, 11, 27, 12, 0, tzinfo=UTC)
     assert formatting.timestamp(moment) == moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def test_runs_that_are_measured_by_a_part_of_their_requests_are_named() -> None:
+    whole, part = {"num_requests": 16, "num_failed": 0}, {"num_requests": 16, "num_failed": 2}
+    assert formatting.failed_requests({1: whole, 2: None}) is None
+    assert formatting.failed_requests({1: whole, 3: part}) == "#3: 2 of 16 requests failed; its figures are of the rest"
+    assert formatting.failed_requests({1: part, 2: whole, 3: part | {"num_requests": 2000}}) == (
+        "#1: 2 of 16 requests failed, #3: 2 of 2,000 requests failed; their figures are of the rest"
+    )

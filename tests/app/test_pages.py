@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 from streamlit.testing.v1 import AppTest
 
 from app import resources
@@ -14,7 +17,9 @@ from app.components.form_fields import LABEL
 from backend.config import EngineConfig
 from backend.errors import DatabaseError
 from backend.metrics.live import LiveRun
+from backend.metrics.stats import Phase
 from backend.workload.spec import Workload
+from db.models import RunRow
 from tests.app.pages import DASHBOARD, page, press, tick, words
 from tests.app.stored_runs import FakeServices, add_run, feed_start
 
@@ -61,6 +66,17 @@ def test_history_will_not_delete_a_run_that_goes_on(services: FakeServices) -> N
     assert len(services.repository.list()) == 1
 
 
+def test_history_notices_that_a_run_lost_its_process(services: FakeServices) -> None:
+    """Whoever started it: the dashboard was opened before that process ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    mine, lost = (services.repository.create(EngineConfig().to_dict(), Workload().to_dict()) for _ in range(2))
+    with services.database.write() as session:
+        session.execute(update(RunRow).where(RunRow.run_id == lost).values(owner_pid=process.pid))
+    assert list(page("history").dataframe[0].value["status"]) == [["interrupted"], ["queued"]]
+    assert services.repository.get(mine).status == "queued"  # type: ignore[union-attr]
+
+
 # Detail
 
 
@@ -102,6 +118,10 @@ def test_rerun_starts_the_same_run_and_fills_the_form(stored: FakeServices) -> N
 def test_detail_of_a_run_under_way(services: FakeServices) -> None:
     run_id = services.repository.create(EngineConfig().to_dict(), Workload().to_dict())
     assert "queued (process" in words(page("detail", run=str(run_id)))
+    services.repository.record(
+        run_id, {"status": "loading", "phase": asdict(Phase("pulling", 34e6, 98e6, "bytes"))}, {}
+    )
+    assert "pulling 34.0 MB of 98.0 MB (process" in words(page("detail", run=str(run_id)))
     live = services.fake_queue.live_run = LiveRun(run_id)
     feed_start(live, EngineConfig())
     assert "Cancel" in [button.label for button in page("detail", run=str(run_id)).button]
@@ -137,6 +157,13 @@ def test_compare_shows_differences_against_the_baseline(stored: FakeServices) ->
     assert list(app.dataframe[1].value["Setting"]) == ["cache.block_size"]
     other = page("compare", runs="1,2", baseline="2").dataframe[0].value.set_index("Figure")
     assert other.loc["Output throughput", "#1 first"] == "80.0 tok/s  (+60.0 %)"
+
+
+def test_compare_names_runs_with_failed_requests(stored: FakeServices) -> None:
+    run_id = add_run(stored, num_failed=1)
+    said = f"#{run_id}: 1 of 4 requests failed; its figures are of the rest"
+    assert [item.value.replace("\\", "") for item in page("compare", runs=f"1,{run_id}").warning] == [said]
+    assert not page("compare", runs="1,2").warning
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
 import tomllib
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from app import state
-from app.cli_options import engine_config_and_workload
 from app.components import form_fields as form
 from app.components.fields import fields_of
 from app.components.settings_text import cli_command, setting_lines, toml_document
+from app.settings_input import engine_config_and_workload
 from backend.config import EngineConfig
 from backend.errors import ConfigError
 from backend.workload.spec import Workload
+
+ROOT = Path(__file__).resolve().parents[2]
 
 RUNS = [
     (EngineConfig(), Workload()),
@@ -134,10 +139,18 @@ def test_a_wrong_value_is_named(values: dict[str, object], named: str) -> None:
     assert "\n" not in str(failure.value)
 
 
+def test_the_dashboard_does_without_the_command_line() -> None:
+    code = (
+        "import importlib, pathlib, sys;"
+        "names = [path.stem for path in pathlib.Path('app/components').glob('*.py') if path.stem != '__init__'];"
+        "[importlib.import_module(f'app.components.{name}') for name in names];"
+        "import app.state, app.main;"
+        "sys.exit('typer' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_run_ids_from_an_address() -> None:
-    assert state.run_id_in("12") == 12
-    assert state.run_id_in("#12") == 12
-    assert [state.run_id_in(text) for text in (None, "", "x", "-1", "1.5", "²", "9" * 40)] == [None] * 7
     assert state.run_ids_in("3, 4,3,,x") == ([3, 4], ["x"])
     assert state.run_ids_in(None) == ([], [])
     assert state.run_ids_in(state.address_of([5, 2])) == ([5, 2], [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,9 +10,9 @@ import threading
 import time
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import text, update
 
-from db.models import RequestRow
+from db.models import RequestRow, RunRow
 from db.repository import INTERRUPTED_ERROR, RunRepository
 from db.run_rows import request_row
 from db.session import Database
@@ -113,9 +114,11 @@ def test_a_killed_run_keeps_its_records_and_is_marked_by_whoever_opens_next(
     assert_integrity(database)
 
 
-def test_records_of_a_killed_run_take_no_more_writes_by_accident(repository: RunRepository) -> None:
-    """Its row no longer changes, even if a late writer of it should still be about."""
+def test_records_of_a_killed_run_take_no_more_writes_by_accident(database: Database, repository: RunRepository) -> None:
+    """Its row no longer changes, even if a late writer of it should still be about in another process."""
     run_id = repository.create(CONFIG, WORKLOAD)
+    with database.write() as session:
+        session.execute(update(RunRow).values(owner_pid=os.getppid()))
     repository.record(run_id, {"status": "interrupted", "error": INTERRUPTED_ERROR}, {})
     repository.record(
         run_id, {"status": "finished", "error": None}, {RequestRow: [request_row(run_id, make_request(0), 0)]}

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def test_a_run_from_its_start_to_its_end(repository: RunRepository, recorder: Ru
     def see() -> None:
         assert recorder.flush()
         run = get(repository, recorder)
-        seen.append((run.status, run.phase))
+        assert run.phase is not None
+        seen.append((run.status, Phase(**run.phase)))
 
     sink.on_phase(Phase("pulling", 34e6, 98.4e6, "bytes"))
     see()
@@ -63,11 +65,11 @@ def test_a_run_from_its_start_to_its_end(repository: RunRepository, recorder: Ru
     sink.on_phase(Phase("writing"))
     see()
     assert seen == [
-        ("loading", "pulling 34 of 98 MB"),
-        ("loading", "loading"),
-        ("running", "warming up"),
-        ("running", "running 1 of 2 requests"),
-        ("running", "writing"),
+        ("loading", Phase("pulling", 34e6, 98.4e6, "bytes")),
+        ("loading", Phase("loading")),
+        ("running", Phase("warming up")),
+        ("running", Phase("running", 1, 2, "requests")),
+        ("running", Phase("writing")),
     ]
     sink.on_run_end(RunEnd("finished", start.start_time + 2.5, make_summary()))
     recorder.close()
@@ -95,7 +97,29 @@ def test_a_run_never_goes_back(repository: RunRepository, recorder: RunRecorder)
     recorder.on_phase(Phase("a phase of later versions"))
     assert recorder.flush()
     run = get(repository, recorder)
-    assert (run.status, run.phase) == ("running", "a phase of later versions")
+    assert (run.status, run.phase) == ("running", asdict(Phase("a phase of later versions")))
+
+
+@pytest.mark.parametrize("end", [RunEnd("finished", 102.5, make_summary()), RunEnd("failed", 101.0, error="boom")])
+def test_a_run_that_was_marked_interrupted_while_it_lived_goes_on(
+    repository: RunRepository, recorder: RunRecorder, end: RunEnd
+) -> None:
+    mark = {"status": "interrupted", "error": "the process that ran it ended", "phase": None}
+    recorder.on_phase(Phase("loading"))
+    assert recorder.flush()
+    repository.record(recorder.run_id, mark, {})
+    recorder.on_run_start(make_start())
+    recorder.on_phase(Phase("running", 1, 2))
+    assert recorder.flush()
+    run = get(repository, recorder)
+    assert (run.status, run.error, run.phase) == ("running", None, asdict(Phase("running", 1, 2)))
+    assert run.resolved_config == make_start().resolved_config
+    repository.record(recorder.run_id, mark, {})
+    recorder.on_run_end(end)
+    recorder.close()
+    run = get(repository, recorder)
+    assert (run.status, run.error, recorder.error) == (end.status, end.error, None)
+    assert (run.summary is None) == (end.summary is None)
 
 
 def test_a_run_that_fails_before_it_starts(repository: RunRepository, recorder: RunRecorder) -> None:

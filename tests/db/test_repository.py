@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import psutil
 import pytest
@@ -37,9 +39,9 @@ def test_a_new_run_is_queued_and_belongs_to_this_process(repository: RunReposito
     run = get(repository, repository.create(CONFIG, WORKLOAD, label="first", notes="a note"))
     assert (run.run_id, run.status, run.label, run.notes, run.model) == (1, "queued", "first", "a note", "tiny")
     assert (run.config, run.workload) == (CONFIG, WORKLOAD)
-    assert run.owner_pid == os.getpid()
+    assert run.owner.is_this_process
+    assert (run.owner_host, run.owner_pid) == (socket.gethostname(), os.getpid())
     assert abs(run.owner_started - psutil.Process().create_time()) < 1
-    assert not run.owner.is_gone
     unknown = (run.started_at, run.ended_at, run.resolved_config, run.summary, run.error, run.num_requests, run.phase)
     assert unknown == (None,) * 7
     assert run.notices == []
@@ -128,6 +130,7 @@ def test_a_live_run_is_not_deleted(database: Database, repository: RunRepository
         repository.delete([live])
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="without /proc less is known of a process")
 def test_only_runs_whose_process_has_ended_are_interrupted(
     database: Database, repository: RunRepository, url: str
 ) -> None:
@@ -136,10 +139,13 @@ def test_only_runs_whose_process_has_ended_are_interrupted(
     cases = {
         "mine": {},
         "gone": {"owner_pid": gone.pid},
-        "gone, id in use again": {"owner_started": psutil.Process().create_time() - 60},
+        "gone, id in use again": {"owner_start_ticks": 1, "owner_started": psutil.Process().create_time() - 60},
+        "gone with the machine": {"owner_boot_id": "an earlier boot"},
         "another machine's": {"owner_pid": gone.pid, "owner_host": "elsewhere"},
+        "another container's": {"owner_pid": gone.pid, "owner_pid_namespace": 1},
+        "mine, and the clock was set": {"owner_started": psutil.Process().create_time() - 3600},
         "gone, but over": {"owner_pid": gone.pid, "status": "cancelled"},
-        "gone while running": {"owner_pid": gone.pid, "status": "running", "phase": "running 3 of 9"},
+        "gone while running": {"owner_pid": gone.pid, "status": "running", "phase": {"name": "running", "done": 3}},
     }
     ids = {label: repository.create(CONFIG, WORKLOAD, label) for label in cases}
     for label, values in cases.items():
@@ -147,7 +153,7 @@ def test_only_runs_whose_process_has_ended_are_interrupted(
             set_columns(database, ids[label], **values)
     Database.open(url).close()
     interrupted = {run.label: run for run in repository.list(statuses=["interrupted"])}
-    assert set(interrupted) == {"gone", "gone, id in use again", "gone while running"}
+    assert set(interrupted) == {"gone", "gone, id in use again", "gone with the machine", "gone while running"}
     assert {run.error for run in interrupted.values()} == {INTERRUPTED_ERROR}
     assert interrupted["gone while running"].phase is None
     assert get(repository, ids["gone, but over"]).status == "cancelled"
@@ -171,6 +177,15 @@ def test_a_final_status_is_never_left(repository: RunRepository) -> None:
     run = get(repository, run_id)
     assert (run.status, run.error) == ("cancelled", "by the user")
     assert len(repository.steps(run_id)) == 1, "records are kept all the same"
+
+
+def test_runs_are_counted_and_fetched_in_the_order_asked_for(repository: RunRepository) -> None:
+    assert repository.count() == 0
+    ids = [repository.create(CONFIG, WORKLOAD) for _ in range(3)]
+    assert repository.count() == 3
+    assert [run.run_id for run in repository.get_all([ids[2], ids[0]])] == [ids[2], ids[0]]
+    with pytest.raises(DatabaseError, match="no run #9; `servelab runs list`"):
+        repository.get_all([ids[0], 9])
 
 
 def test_requests_are_relative_to_the_start_and_carry_their_latencies(repository: RunRepository) -> None:

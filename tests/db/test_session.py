@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from sqlalchemy import text
@@ -43,6 +44,20 @@ def test_the_default_is_the_users_database(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("SERVELAB_DATABASE_URL", f"sqlite:///{tmp_path}/other.db")
     Database.open().close()
     assert (tmp_path / "other.db").exists()
+
+
+@pytest.mark.parametrize("name", ["a?b", "a#b", "a%20b", "100%", "a b&c=d", "?mode=ro", "né", "a:b@c"])
+def test_a_folder_may_be_called_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    monkeypatch.delenv("SERVELAB_DATABASE_URL", raising=False)
+    monkeypatch.setenv("SERVELAB_HOME", str(tmp_path / name))
+    for count in (1, 2):
+        database = Database.open()
+        RunRepository(database).create(CONFIG, WORKLOAD)
+        assert len(RunRepository(database).list()) == count
+        database.close()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    with sqlite3.connect(f"file:{quote(str(tmp_path / name / 'servelab.db'))}?mode=ro", uri=True) as connection:
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (2,)
 
 
 def test_opening_an_up_to_date_database_imports_no_alembic_and_nothing_heavy(url: str) -> None:
