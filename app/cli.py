@@ -42,9 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Every failure is one line on stderr; SERVELAB_DEBUG=1 adds the traceback.
     """
+    terminal.open_closed_streams()
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        return cli(args=arguments, prog_name="servelab", standalone_mode=False) or 0
+        with terminal.checked_stdout():
+            return cli(args=arguments, prog_name="servelab", standalone_mode=False) or 0
     except ServeLabError as error:
         _print_traceback()
         terminal.fail(str(error))

@@ -24,7 +24,14 @@ ConfigSetOption = Annotated[
         "--set", metavar="KEY=VALUE", help="Override one engine setting, e.g. cache.block_size=32. Repeatable."
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, everything else on stderr.")]
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="One JSON document on stdout, everything else on stderr. "
+        "On an error before a run exists, stdout stays empty.",
+    ),
+]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run id, as in `servelab runs list`.")]
 RunsArgument = Annotated[list[str], typer.Argument(metavar="RUN...", help="Run ids, as in `servelab runs list`.")]
 

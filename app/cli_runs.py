@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from app import formatting, terminal
 from app.cli_options import JsonOption, RunArgument, RunsArgument, run_ids
+from app.cli_output import OutputFile
 from app.cli_summary import print_summaries
-from backend.errors import ServeLabError
 from backend.experiments.compare import compare_runs, flatten, metric_value
 
 if TYPE_CHECKING:
     from app.services import Services
 
 _TABLE_ROWS = 50
+_MAX_LIMIT = 10**9
 
 runs = typer.Typer(help="List, show and delete stored runs.", no_args_is_help=True)
 
@@ -29,7 +27,8 @@ runs = typer.Typer(help="List, show and delete stored runs.", no_args_is_help=Tr
 @runs.command("list")
 def list_runs(
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Most runs to list. Otherwise: 50 in a table, all with --json.")
+        int | None,
+        typer.Option(min=1, max=_MAX_LIMIT, help="Most runs to list. Otherwise: 50 in a table, all with --json."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -114,7 +113,7 @@ def show(run: RunArgument, as_json: JsonOption = False) -> None:
 def delete(names: RunsArgument, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
     """Delete runs with their requests and steps, for good."""
     with terminal.results(), _services() as services:
-        stored = services.repository.get_all(run_ids(names))
+        stored = services.repository.get_all(list(dict.fromkeys(run_ids(names))))
         if not yes:
             listed = ", ".join(run.title for run in stored)
             typer.confirm(f"Delete {listed} with all records?", abort=True, err=True)
@@ -154,7 +153,7 @@ def compare(
 
 def export(
     names: RunsArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="File to write; - is stdout.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="File to write; - is stdout.")],
     file_format: Annotated[Literal["json", "csv"], typer.Option("--format", help="json or csv.")],
     table: Annotated[
         Literal["requests", "steps", "runs"] | None,
@@ -165,15 +164,14 @@ def export(
     """Write stored runs to a file."""
     from db.export import export_runs
 
-    to_stdout = str(output) == "-"
-    if not to_stdout and output.exists() and not force:
-        raise ServeLabError(f"{output} exists; name another file, or overwrite it with --force")
+    # Within `results` the device named /dev/stdout is stderr.
+    file = None if output in ("-", "/dev/stdout") else OutputFile.find(output, force=force)
     with terminal.results() as out, _services() as services:
         data = export_runs(services.repository, run_ids(names), file_format, table)
-        if to_stdout:
+        if file is None:
             out.buffer.write(data)
             return
-    _write_whole(output, data)
+    file.write(data)
     terminal.note(f"wrote {output} ({formatting.file_size(len(data))})")
 
 
@@ -191,28 +189,6 @@ def _compared(row: Any, index: int) -> str:
     text = formatting.metric(row.metric, row.values[index])
     change = row.differences[index]
     return text if change is None else f"{text} ({formatting.difference(change)})"
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """All of it or nothing: an export that breaks off must not look like one."""
-    try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(data)
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise ServeLabError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _plain(value: Any) -> Any:

@@ -112,8 +112,10 @@ class Services:
 def start_run(services: Services, config: EngineConfig, workload: Workload, label: str | None = None) -> int:
     """Create the run's row, its recorder, and hand it to the queue. Returns the run id at once.
 
-    Raises `DatabaseError` when the row cannot be written and `EngineError` while closing.
+    Raises `ModelError` or `ConfigError` for what `check_run` finds, `DatabaseError` when the row cannot be written and
+    `EngineError` while closing.
     """
+    check_run(config, workload)
     queue = services.queue  # first: an engine that cannot be built must not leave a row behind
     run_id = services.repository.create(config.to_dict(), workload.to_dict(), label)
     recorder = services._add_recorder(run_id)
@@ -123,6 +125,19 @@ def start_run(services: Services, config: EngineConfig, workload: Workload, labe
         recorder.on_run_end(RunEnd("failed", end_time=time.perf_counter(), error=str(error)))
         raise
     return run_id
+
+
+def check_run(config: EngineConfig, workload: Workload) -> None:
+    """Find what would fail the run before its first request and is known without the model.
+
+    Raises `ModelError` for a model that is neither here nor can be pulled, `ConfigError` for an impossible workload.
+    """
+    from backend.models.sources import is_pullable, resolve_source
+    from backend.workload.datasets import check_workload
+
+    if not is_pullable(config.model.name):
+        resolve_source(config.model.name)
+    check_workload(workload)
 
 
 class _Recorder(RunRecorder):

@@ -5,15 +5,20 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from backend.config import EngineConfig
+    from backend.settings import Settings
     from backend.workload.spec import Workload
 
 WORKLOAD_PREFIX = "workload"
+_MAX_LEVELS = 16  # of nesting; the settings have four
+_MAX_BITS = 1024  # of a whole number, 308 digits; no setting takes more than 64, and much longer ones cannot be shown
+
+S = TypeVar("S", bound="Settings")
 
 
 def engine_config(path: Path | None, settings: Sequence[str]) -> EngineConfig:
@@ -30,7 +35,7 @@ def engine_config_and_workload(
     overrides = _parse(settings, with_workload=True)
     prefix = f"{WORKLOAD_PREFIX}."
     config = _engine_config(config_path, {key: value for key, value in overrides.items() if not key.startswith(prefix)})
-    workload = Workload.from_toml(workload_path) if workload_path else Workload()
+    workload = _from_toml(Workload, workload_path) if workload_path else Workload()
     return config, workload.with_overrides(
         {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
     )
@@ -39,8 +44,18 @@ def engine_config_and_workload(
 def _engine_config(path: Path | None, overrides: dict[str, Any]) -> EngineConfig:
     from backend.config import EngineConfig
 
-    config = EngineConfig.from_toml(path) if path else EngineConfig()
+    config = _from_toml(EngineConfig, path) if path else EngineConfig()
     return config.with_overrides(overrides)
+
+
+def _from_toml(kind: type[S], path: Path) -> S:
+    """`kind.from_toml`; an unknown user's ~ and a number too long for Python are `ConfigError`s too."""
+    try:
+        return kind.from_toml(path)
+    except RuntimeError:
+        raise ConfigError(f"{path}: there is no such user's home folder") from None
+    except ValueError:
+        raise ConfigError(f"{path}: a number has thousands of digits") from None
 
 
 def _parse(settings: Sequence[str], *, with_workload: bool) -> dict[str, Any]:
@@ -53,10 +68,18 @@ def _parse(settings: Sequence[str], *, with_workload: bool) -> dict[str, Any]:
         key, equals, value = setting.partition("=")
         section, dot, rest = key.partition(".")
         if not equals or not dot or not rest:
-            raise ConfigError(f"--set {setting}: expected SECTION.KEY=VALUE, as in cache.block_size=32")
+            raise ConfigError(f"--set {_shortened(setting)}: expected SECTION.KEY=VALUE, as in cache.block_size=32")
         if section not in sections:
-            raise ConfigError(f"--set {setting}: unknown section {section!r}; allowed: {', '.join(sections)}")
-        overrides[key] = _parse_value(value)
+            raise ConfigError(
+                f"--set {_shortened(setting)}: unknown section {section!r}; allowed: {', '.join(sections)}"
+            )
+        try:
+            overrides[key] = _checked(_parse_value(value), _MAX_LEVELS - key.count("."))
+        except (ValueError, RecursionError) as error:
+            too_deep = f"nested too deeply; at most {_MAX_LEVELS} levels are read"
+            too_long = "a number has too many digits; at most 300 are read"
+            reason = too_deep if isinstance(error, RecursionError) else too_long
+            raise ConfigError(f"--set {_shortened(key)}: {reason}") from None
     return overrides
 
 
@@ -69,3 +92,18 @@ def _parse_value(text: str) -> Any:
     value = document["value"]
     # A second line would be a second key, and TOML's dates and times are no setting's type.
     return value if len(document) == 1 and isinstance(value, bool | int | float | str | list | dict) else text
+
+
+def _checked(value: Any, levels: int) -> Any:
+    """`value`, unless it has parts that an error message could not show. Raises `RecursionError` or `ValueError`."""
+    if levels < 0:
+        raise RecursionError
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise ValueError
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _checked(part, levels - 1)
+    return value
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -5,6 +5,7 @@ Nothing here imports the engine, and rich only where something is drawn.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -16,7 +17,40 @@ from typing import Any, TextIO
 
 import typer
 
+from backend.errors import ServeLabError
+
 PLAIN_WIDTH = 200  # columns of a table that goes into a file or a pipe, where nothing wraps
+
+
+def open_closed_streams() -> None:
+    """Put the null device where standard streams were closed, so that no file opened later gets their numbers.
+
+    A closed stdin is then empty; stdout's is opened for reading, so that writing to it still fails.
+    """
+    for number, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_RDONLY), (2, "stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, flags)  # the lowest free number, which is this stream's
+            stream = open(descriptor, "w" if number else "r", closefd=False)  # noqa: SIM115  for the process's life
+            setattr(sys, name, stream)
+
+
+@contextmanager
+def checked_stdout() -> Iterator[None]:
+    """Within, output that cannot be written to stdout raises one `ServeLabError`, by the end of the block at the latest.
+
+    Python would say so only when it exits, in a traceback and with a code of its own.
+    """
+    stdout = sys.stdout
+    if not _is_descriptor(stdout, 1):
+        yield  # a test's or an embedder's
+        return
+    stdout.flush()
+    sys.stdout = checked = _text_file(1, stdout.encoding, stdout.errors or "strict")
+    try:
+        yield
+    finally:
+        sys.stdout = stdout
+        checked.flush()
 
 
 @contextmanager
@@ -25,25 +59,53 @@ def results() -> Iterator[TextIO]:
     stdout = sys.stdout
     stdout.flush()
     real = None
-    try:
-        if stdout.fileno() == 1:
-            real = os.dup(1)
-            os.dup2(2, 1)
-    except (OSError, ValueError):
-        pass  # a test's or an embedder's stdout has no file descriptor to protect
+    if _is_descriptor(stdout, 1):
+        real = os.dup(1)
+        os.dup2(2, 1)
     sys.stdout = sys.stderr
     try:
         if real is None:
             yield stdout
         else:
             # "replace": a dash that an old locale cannot show is no reason to fail.
-            with open(real, "w", encoding=stdout.encoding, errors="replace", closefd=False) as out:
+            with _text_file(real, stdout.encoding, "replace") as out:
                 yield out
     finally:
         sys.stdout = stdout
         if real is not None:
             os.dup2(real, 1)
             os.close(real)
+
+
+class _Stdout(io.FileIO):
+    """A descriptor whose first failing write raises `ServeLabError`; what comes later is dropped, as there is no place for it."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._has_failed = False
+
+    def write(self, data: Any, /) -> int | None:
+        if self._has_failed:
+            return len(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self._has_failed = True
+            if isinstance(error, BrokenPipeError):
+                raise  # who reads has enough: no error, and typer ends the command quietly
+            raise ServeLabError(f"cannot write to stdout: {error.strerror}") from None
+
+
+def _text_file(descriptor: int, encoding: str, errors: str) -> io.TextIOWrapper:
+    raw = _Stdout(descriptor)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=raw.isatty())
+
+
+def _is_descriptor(stream: TextIO, number: int) -> bool:
+    try:
+        return stream.fileno() == number
+    except (OSError, ValueError):
+        return False
 
 
 def write_document(out: TextIO, document: Any) -> None:

@@ -25,6 +25,7 @@ from db.session import Database
 COMMIT_INTERVAL_S = 0.5
 RETRY_FOR_S = 30.0  # how long a database that cannot be written is tried again before records are given up
 RETRY_PAUSE_S = 0.5
+_FILE_GONE = "the database file is gone"
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class RunRecorder:
         """
         self.run_id = run_id
         self.error: DatabaseError | None = None
+        self._database = database
         self._repository = RunRepository(database)
         self._builder = BatchBuilder(run_id)
         self._queue: SimpleQueue[Record | _FlushMarker] = SimpleQueue()
@@ -131,6 +133,8 @@ class RunRecorder:
             unsaved = self._save(batch)
             for marker in markers:
                 marker.set()
+        if self._database.is_file_gone():  # SQLite goes on writing to a deleted file, and all of it succeeds
+            self._remember(_FILE_GONE, Batch({}))
         self._finished = True
         atexit.unregister(self.close)
 
@@ -170,10 +174,11 @@ class RunRecorder:
                 self._repository.record(self.run_id, batch.changes, batch.rows)
                 return True
             except Exception as error:
-                if isinstance(error.__cause__, OperationalError) and time.monotonic() < deadline:
+                gone = self._database.is_file_gone()
+                if not gone and isinstance(error.__cause__, OperationalError) and time.monotonic() < deadline:
                     time.sleep(RETRY_PAUSE_S)
                     continue
-                self._remember(str(error), batch)
+                self._remember(_FILE_GONE if gone else str(error), batch)
                 return False
 
     def _remember(self, message: str, batch: Batch) -> None:

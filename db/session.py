@@ -26,6 +26,7 @@ from db.migrations.schema import check_schema, migrate
 from db.repository import RunRepository
 
 BUSY_TIMEOUT_S = 10.0
+_SQLITE_OPTIONS = ("cached_statements", "check_same_thread", "detect_types", "isolation_level", "timeout", "uri")
 _ELSEWHERE = "or name another database in SERVELAB_DATABASE_URL"
 
 
@@ -35,6 +36,7 @@ class Database:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.url = engine.url.render_as_string(hide_password=True)
+        self._file: tuple[str, os.stat_result] | None = None
         self._read_sessions = sessionmaker(engine, expire_on_commit=False)
         self._write_sessions = sessionmaker(engine.execution_options(servelab_write=True), expire_on_commit=False)
 
@@ -47,7 +49,8 @@ class Database:
         """
         url = url or database_url()
         parsed = URL.create("sqlite", database=str(database_file())) if url is None else _parse_url(url)
-        if parsed.get_backend_name() == "sqlite" and "uri" not in parsed.query:  # a file: URI is SQLite's to read
+        if parsed.get_backend_name() == "sqlite" and not _is_file_uri(parsed):  # that is SQLite's to read
+            _check_sqlite_options(parsed)
             _check_sqlite_file(parsed)
         engine = _create_engine(parsed)
         database = cls(engine)
@@ -60,6 +63,8 @@ class Database:
                 if not current:
                     with migrating_connection(engine) as connection:
                         migrate(connection, database.url)
+                if engine.dialect.name == "sqlite":
+                    database._file = _opened_file(engine)
             RunRepository(database).mark_interrupted()
         except BaseException:
             engine.dispose()
@@ -69,6 +74,18 @@ class Database:
     def close(self) -> None:
         """Close all connections. Safe to call twice."""
         self._engine.dispose()
+
+    def is_file_gone(self) -> bool:
+        """Whether the SQLite file was deleted or replaced since it was opened: what is written now reaches nobody."""
+        if self._file is None:
+            return False
+        path, opened = self._file
+        try:
+            return not os.path.samestat(opened, os.stat(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False  # it may well be there: we only cannot see it
 
     @contextmanager
     def read(self) -> Iterator[Session]:
@@ -104,6 +121,19 @@ def _parse_url(url: str) -> URL:
         raise DatabaseError(
             "the database URL cannot be read; it must be a SQLAlchemy URL such as sqlite:////home/me/servelab.db"
         ) from None
+
+
+def _is_file_uri(url: URL) -> bool:
+    return str(url.query.get("uri", "false")).lower() in ("true", "yes", "on", "y", "t", "1")
+
+
+def _check_sqlite_options(url: URL) -> None:
+    unknown = [name for name in url.query if name not in _SQLITE_OPTIONS]
+    if unknown:
+        raise DatabaseError(
+            f"the database URL has the unknown option {unknown[0]!r}; known: {', '.join(_SQLITE_OPTIONS)}, and with "
+            "uri=true those of SQLite's file: URIs"
+        )
 
 
 def _check_sqlite_file(url: URL) -> None:
@@ -144,7 +174,7 @@ def _create_engine(url: URL) -> Engine:
         engine = create_engine(url, **options)
     except (NoSuchModuleError, ImportError) as error:
         raise DatabaseError(f"no driver for a {url.drivername} database: {_one_line(error)}") from None
-    except (ArgumentError, TypeError) as error:
+    except (ArgumentError, TypeError, ValueError) as error:
         raise DatabaseError(f"the database URL has options that cannot be used: {_one_line(error)}") from None
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _set_connection_options)
@@ -176,6 +206,13 @@ def _enter_wal_mode(engine: Engine) -> None:
                 if _primary_code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                     raise
                 time.sleep(0.02)
+
+
+def _opened_file(engine: Engine) -> tuple[str, os.stat_result] | None:
+    """The path of the main database as SQLite resolved it, and what lies there; None in memory."""
+    with engine.connect() as connection:
+        path = connection.exec_driver_sql("PRAGMA database_list").one()[2]
+    return (path, os.stat(path)) if path else None
 
 
 def _execute(connection: Connection, statement: str) -> None:

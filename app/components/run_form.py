@@ -11,11 +11,8 @@ from app.components import activity, widgets
 from app.components import form_fields as form
 from app.services import Services, start_run
 from app.state import read_form
-from backend.config import EngineConfig
 from backend.errors import ServeLabError
-from backend.models.sources import PULLABLE, ModelInfo, is_pullable, list_models, resolve_source
-from backend.workload.datasets import count_requests
-from backend.workload.spec import Workload
+from backend.models.sources import PULLABLE, ModelInfo, list_models
 
 SAME_CLICK_S = 2.0  # a second press within this time, for the very same run, is the first one's echo
 
@@ -159,15 +156,7 @@ def _start(services: Services) -> None:
         last, when = st.session_state.get(_LAST_START, (None, 0.0))
         if asked == last and time.monotonic() - when < SAME_CLICK_S:
             return
-        _check(config, workload)
         start_run(services, config, workload, label)
         st.session_state[_LAST_START] = (asked, time.monotonic())
     except ServeLabError as error:
         st.session_state[_ERROR] = str(error)
-
-
-def _check(config: EngineConfig, workload: Workload) -> None:
-    """Find now what would fail the run before its first request: a model or a file that is not there."""
-    if not is_pullable(config.model.name):
-        resolve_source(config.model.name)
-    count_requests(workload)

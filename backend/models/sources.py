@@ -20,6 +20,7 @@ from backend.models.safetensors_file import count_elements
 ModelState = Literal["ready", "not pulled", "damaged", "built in"]
 
 _DUMMY_PREFIX = "dummy:"
+_MAX_SHOWN = 200  # characters of a name that an error line repeats
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,20 @@ def resolve_source(name: str) -> ModelSource:
         return ModelSource(name, "dummy", shape=shape)
     if name in PULLABLE or name in store.stored_names():
         return _resolve_stored(name)
-    path = Path(name).expanduser()
-    if path.is_dir():
+    shown = repr(name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}...")
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except RuntimeError:
+        raise ModelError(f"there is no folder {shown}: no user has a home of this name") from None
+    except OSError as error:
+        raise ModelError(f"there is no model {shown}, and no folder can be looked for: {error.strerror}") from None
+    if is_folder:
         return _resolve_folder(name, path.absolute())
-    if path.is_file():
+    if is_file:
         raise ModelError(f"{name} is a file; a GGUF file becomes a model with: servelab models add {name}")
     raise ModelError(
-        f"there is no model {name!r}; known: {', '.join(info.name for info in list_models())}, "
+        f"there is no model {shown}; known: {', '.join(info.name for info in list_models())}, "
         "or the path of a Hugging Face folder"
     )
 

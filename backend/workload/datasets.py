@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -37,6 +38,15 @@ def count_requests(workload: Workload) -> int:
     if isinstance(source, SharedPrefixSource):
         return source.groups * source.prompts_per_group
     return len(_texts(source))
+
+
+def check_workload(workload: Workload) -> None:
+    """Find what no model could make possible, without drawing a prompt. Raises `ConfigError`."""
+    count = count_requests(workload)
+    for number, warmup in ((count, False), (workload.warmup_requests, True)):
+        _max_tokens(workload, number, warmup=warmup)
+        if not isinstance(workload.source, PromptsSource):
+            _prompt_lengths(workload, number, warmup=warmup)
 
 
 def build_requests(workload: Workload, vocab_size: int | None) -> list[WorkloadRequest]:
@@ -77,12 +87,7 @@ def prompts_digest(requests: Iterable[WorkloadRequest]) -> str:
 def _with_sampling(
     workload: Workload, prompts: list[Prompt], times: list[float] | None, *, warmup: bool
 ) -> list[WorkloadRequest]:
-    max_tokens = lengths(workload.output_len, workload.seed, Purpose.OUTPUT_LENGTHS, len(prompts), warmup=warmup)
-    if max_tokens and workload.sampling.min_tokens > min(max_tokens):
-        raise ConfigError(
-            f"sampling.min_tokens = {workload.sampling.min_tokens} is above the shortest output_len of this workload, "
-            f"{min(max_tokens)}"
-        )
+    max_tokens = _max_tokens(workload, len(prompts), warmup=warmup)
     settings = {name: getattr(workload.sampling, name) for name in type(workload.sampling).model_fields}
     return [
         WorkloadRequest(
@@ -97,6 +102,16 @@ def _with_sampling(
         )
         for index, prompt in enumerate(prompts)
     ]
+
+
+def _max_tokens(workload: Workload, count: int, *, warmup: bool) -> list[int]:
+    max_tokens = lengths(workload.output_len, workload.seed, Purpose.OUTPUT_LENGTHS, count, warmup=warmup)
+    if max_tokens and workload.sampling.min_tokens > min(max_tokens):
+        raise ConfigError(
+            f"sampling.min_tokens = {workload.sampling.min_tokens} is above the shortest output_len of this workload, "
+            f"{min(max_tokens)}"
+        )
+    return max_tokens
 
 
 def _prompts(workload: Workload, vocab_size: int | None) -> list[Prompt]:
@@ -114,19 +129,13 @@ def _random_prompts(workload: Workload, vocab_size: int | None, count: int, *, w
             f"source.kind = {source.kind!r} draws token ids, but the target does not tell the size of its vocabulary; "
             "allowed here: 'prompts'"
         )
-    if isinstance(source, SyntheticSource):
-        sizes = lengths(source.prompt_len, seed, Purpose.PROMPT_LENGTHS, count, warmup=warmup)
-        _check_total(sum(sizes))
-        prefixes: list[tuple[int, ...]] = [()]
-    elif isinstance(source, SharedPrefixSource):
-        sizes = lengths(source.suffix_len, seed, Purpose.PROMPT_LENGTHS, count, warmup=warmup)
-        _check_total(sum(sizes) + count * source.prefix_len)
+    sizes = _prompt_lengths(workload, count, warmup=warmup)
+    prefixes: list[tuple[int, ...]] = [()]
+    if isinstance(source, SharedPrefixSource):
         prefixes = [
             token_ids(vocab_size, seed, Purpose.PREFIX_IDS, source.prefix_len, index=group, warmup=warmup)
             for group in range(min(source.groups, count))
         ]
-    else:
-        raise AssertionError(source.kind)
     # Groups take turns, so that a group's prompts arrive apart, as those of different users would.
     return [
         Prompt(
@@ -137,17 +146,29 @@ def _random_prompts(workload: Workload, vocab_size: int | None, count: int, *, w
     ]
 
 
-def _check_total(num_tokens: int) -> None:
+def _prompt_lengths(workload: Workload, count: int, *, warmup: bool) -> list[int]:
+    """Lengths of random prompts, without the prefix that groups share. Raises `ConfigError` if they are too much in all."""
+    source = workload.source
+    if isinstance(source, SyntheticSource):
+        length, prefix_len = source.prompt_len, 0
+    elif isinstance(source, SharedPrefixSource):
+        length, prefix_len = source.suffix_len, source.prefix_len
+    else:
+        raise AssertionError(source.kind)
+    sizes = lengths(length, workload.seed, Purpose.PROMPT_LENGTHS, count, warmup=warmup)
+    num_tokens = sum(sizes) + count * prefix_len
     if num_tokens > MAX_PROMPT_TOKENS:
         raise ConfigError(
             f"the workload's prompts have {num_tokens:,} tokens in all; at most {MAX_PROMPT_TOKENS:,} are allowed"
         )
+    return sizes
 
 
 def _texts(source: PromptsSource) -> list[str]:
+    limit = None if source.limit is None else min(source.limit, sys.maxsize)  # more is no number of items to Python
     if source.file is not None:
-        return _read_jsonl(Path(source.file), source.field, source.limit)
-    prompts = list(islice(BUILT_IN_PROMPTS if source.prompts is None else source.prompts, source.limit))
+        return _read_jsonl(Path(source.file), source.field, limit)
+    prompts = list(islice(BUILT_IN_PROMPTS if source.prompts is None else source.prompts, limit))
     for index, text in enumerate(prompts):
         _check_text(text, f"source.prompts[{index}]")
     return prompts
@@ -159,6 +180,8 @@ def _read_jsonl(path: Path, field: str, limit: int | None) -> list[str]:
             texts = list(islice(_read_lines(path, lines, field), limit))
     except OSError as error:
         raise ConfigError(f"source.file = {str(path)!r}: {(error.strerror or str(error)).lower()}") from None
+    except (RuntimeError, ValueError):  # an unknown user's ~, a null character
+        raise ConfigError(f"source.file = {str(path)!r}: no such file or directory") from None
     if not texts:
         raise ConfigError(f"{path} holds no prompts; expected one JSON object per line with the key {field!r}")
     return texts

@@ -201,7 +201,7 @@ def test_export_to_a_file_and_to_stdout(cli: Cli, tmp_path: Path) -> None:
     assert [row["run_id"] for row in rows] == ids
     assert rows[0]["prompt"] == "'=1+1"
     assert os.listdir(tmp_path).count("runs.csv") == 1
-    assert not [name for name in os.listdir(tmp_path) if name.startswith(".runs.csv")]
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".servelab-")]
 
     code, out, err = cli("export", ids[0], "--format", "json", "-o", "-")
     assert (code, err) == (0, "")
@@ -216,6 +216,95 @@ def test_export_to_a_file_and_to_stdout(cli: Cli, tmp_path: Path) -> None:
     code, _, _ = cli("export", ids[0], "--format", "json", "-o", str(path), "--force")
     assert code == 0
     assert json.loads(path.read_text())[0]["run_id"] == int(ids[0])
+
+
+def test_export_follows_links_and_keeps_what_it_cannot_replace(cli: Cli, tmp_path: Path) -> None:
+    arguments = ["export", str(store_run()), "--format", "csv", "-o"]
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    link, target = tmp_path / "link.csv", folder / "target.csv"
+    link.symlink_to(target)
+    assert cli(*arguments, str(link))[0] == 0, "a dangling link is no file that exists"
+    whole = target.read_bytes()
+    assert (link.is_symlink(), whole[:6]) == (True, b"run_id")
+    target.write_text("precious")
+    target.chmod(0o600)
+    code, _, err = cli(*arguments, str(link))
+    assert (code, target.read_text()) == (1, "precious")
+    assert f"{link} exists" in err
+    before = target.stat().st_ino
+    assert cli(*arguments, str(link), "--force")[0] == 0
+    assert (link.is_symlink(), target.read_bytes(), target.stat().st_mode & 0o777) == (True, whole, 0o600)
+    assert target.stat().st_ino != before, "replaced as a whole"
+    assert os.listdir(folder) == ["target.csv"]
+
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with subprocess.Popen(["cat", str(fifo)], stdout=subprocess.PIPE) as reader:
+        assert cli(*arguments, str(fifo))[0] == 0
+        assert reader.communicate(timeout=10)[0] == whole
+    assert fifo.is_fifo()
+
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    code, out, err = cli(*arguments, str(full))
+    assert (code, out, err) == (1, "", f"error: {full} cannot be written: No space left on device\n")
+    assert Path("/dev/full").is_char_device()
+
+
+@pytest.mark.parametrize(
+    ("path", "fragments"),
+    [
+        ("", ["output path is empty"]),
+        ("{folder}", ["names a folder"]),
+        ("{folder}/new/", ["names a folder"]),
+        ("{folder}/new/file", ["cannot be written: No such file"]),
+        ("{folder}/" + "x" * 300, ["File name too long"]),
+        ("{folder}/loop", ["loop", "symbolic links"]),
+    ],
+    ids=["empty", "folder", "slash", "missing folder", "long", "loop"],
+)
+def test_an_output_that_cannot_be_is_one_line(cli: Cli, tmp_path: Path, path: str, fragments: list[str]) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    code, out, err = cli("export", str(store_run()), "--format", "csv", "-o", path.format(folder=tmp_path))
+    assert (code, out, len(err.splitlines())) == (1, "", 1)
+    assert [fragment for fragment in fragments if fragment not in err] == [], err
+    assert sorted(os.listdir(tmp_path)) == ["loop", "servelab.db"]
+
+
+def test_standard_streams_that_are_closed_or_full() -> None:
+    run_id = store_run()
+    lines = {
+        f"export {run_id} --format csv -o /dev/stdout | head -c 6": (0, "run_id"),
+        "runs list --json >&-": (1, "error: cannot write to stdout: Bad file descriptor\n"),
+        "runs list >/dev/full": (1, "error: cannot write to stdout: No space left on device\n"),
+        "--help >/dev/full": (1, "error: cannot write to stdout: No space left on device\n"),
+        "runs list --json 2>&- | head -c 2": (0, "[{"),
+        f"runs delete {run_id} <&-": (
+            1,
+            f"Delete #{run_id} with all records? [y/N]: error: not confirmed; nothing was done\n",
+        ),
+    }
+    processes = {
+        line: subprocess.Popen(
+            ["bash", "-c", f"set -o pipefail; {sys.executable} -m app.cli {line}"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for line in lines
+    }
+    results = {}
+    for line, process in processes.items():
+        out, _ = process.communicate(timeout=60)
+        results[line] = (process.returncode, out)
+    assert results == lines
+
+
+def test_deleting_a_run_named_twice_names_it_once(cli: Cli) -> None:
+    run_id = store_run()
+    assert cli("runs", "delete", str(run_id), f"#{run_id}", "-y") == (0, "", f"deleted #{run_id}\n")
 
 
 def test_delete_asks_first(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +327,7 @@ def test_delete_asks_first(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
 BAD_INPUT = [
     (["bogus"], 2, ["bogus", "servelab --help"]),
     (["runs", "list", "--bogus"], 2, ["--bogus", "servelab runs list --help"]),
+    (["runs", "list", "--limit", "1" + "0" * 23], 2, ["--limit", "1000000000"]),
     (["run", "--repeat", "0"], 2, ["--repeat", "1"]),
     (["generate"], 2, ["prompt", "servelab generate --help"]),
     (["export", "1", "--format", "xml", "-o", "x"], 2, ["xml", "json", "csv"]),
@@ -253,6 +343,14 @@ BAD_INPUT = [
     (["run", "--set", "sampling.temperature=1"], 1, ["sampling", "model", "workload"]),
     (["run", "--set", "workload.output_len=0"], 1, ["output_len", "0"]),
     (["run", "--set", "workload.slo.ttft_ms=inf"], 1, ["ttft_ms"]),
+    (["run", "-c", "~nobody-of-this-name/x.toml"], 1, ["~nobody-of-this-name/x.toml", "home"]),
+    (["run", "-c", "{folder}/digits.toml"], 1, ["digits.toml", "digits"]),
+    (["run", "--set", "model.name=nowhere"], 1, ["nowhere", "smollm2-135m"]),
+    (["run", "--set", "workload.source.file=missing.jsonl", "--set", "model.name=dummy:tiny"], 1, ["missing.jsonl"]),
+    (["models", "info", "x" * 5000], 1, ["x...'", "name too long"]),
+    (["models", "info", "~nobody-of-this-name/x"], 1, ["~nobody-of-this-name/x", "home"]),
+    (["models", "add", "~nobody-of-this-name/x"], 1, ["~nobody-of-this-name/x", "home"]),
+    (["models", "add", "x" * 5000], 1, ["name too long", "GGUF"]),
     (["generate", ""], 1, ["prompt is empty"]),
     (["generate", "caf\udce9"], 1, ["UTF-8"]),
     (["generate", "hi", "--max-tokens", "0"], 1, ["max_tokens", "0"]),
@@ -277,13 +375,19 @@ def test_bad_input_is_one_clear_line(
 ) -> None:
     (tmp_path / "broken.toml").write_text("seed = 1\ncache = = 2\n")
     (tmp_path / "config.toml").write_text("[cache]\npages = 3\n")
+    (tmp_path / "digits.toml").write_text("seed = " + "1" * 5000)
     (tmp_path / "workload.toml").write_text('[arrivals]\nkind = "burst"\n')
     code, out, err = cli(*(argument.replace("{folder}", str(tmp_path)) for argument in arguments))
     assert (code, out) == (exit_code, "")
     assert len(err.splitlines()) == 1
     assert err.startswith("error: ")
     assert "Traceback" not in err
-    assert [fragment for fragment in fragments if fragment not in err] == [], err
+    assert [fragment for fragment in fragments if fragment.lower() not in err.lower()] == [], err
+    assert not (tmp_path / "servelab.db").exists() or json.loads(cli("runs", "list", "--json")[1]) == []
+
+
+def test_the_help_says_what_json_does_on_an_error(cli: Cli) -> None:
+    assert "stdout stays empty" in " ".join(cli("run", "--help")[1].replace("│", " ").split())
 
 
 def test_an_unfinished_run_is_not_compared(cli: Cli) -> None:

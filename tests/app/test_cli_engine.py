@@ -16,6 +16,7 @@ import pytest
 from app import services
 from app.cli import main
 from app.services import Services
+from backend.engine.engine_host import EngineHost
 from backend.errors import EngineError
 from backend.models.sources import resolve_source
 from backend.tokenizer import load_tokenizer
@@ -219,6 +220,22 @@ def test_a_failed_run_says_so_in_its_document_and_ends_the_repeats(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines()[-1] == "error: run #2 failed: no engine today"
+
+
+def test_a_run_whose_database_is_deleted_is_no_success(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = EngineHost.load
+
+    def load_and_delete(host: EngineHost, *arguments: Any) -> Any:
+        (tmp_path / "servelab.db").unlink()
+        return load(host, *arguments)
+
+    monkeypatch.setattr(EngineHost, "load", load_and_delete)
+    assert run_json(capsys, "run", *RUN, code=1)["status"] == "finished"
+    assert main(["run", *RUN]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == "error: run #1 is not fully recorded: the database file is gone"
 
 
 def test_the_doctor_names_what_is_wrong(

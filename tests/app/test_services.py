@@ -11,7 +11,7 @@ import pytest
 
 from app.services import Services, start_run
 from backend.config import EngineConfig
-from backend.errors import DatabaseError, EngineError
+from backend.errors import ConfigError, DatabaseError, EngineError, ModelError, ServeLabError
 from backend.workload.spec import Workload
 from db.repository import RunRepository
 from db.session import Database
@@ -122,6 +122,43 @@ def test_an_engine_that_cannot_be_built_leaves_no_row() -> None:
         with pytest.raises(EngineError, match="no driver"):
             start_run(services, CONFIG, SHORT)
         assert services.repository.list() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "workload", "error"),
+    [
+        ({"model.name": "nowhere"}, {}, ModelError),
+        ({"model.name": "dummy:huge"}, {}, ModelError),
+        ({}, {"source.file": "/nowhere.jsonl"}, ConfigError),
+        ({}, {"source.file": "~nobody-of-this-name/x.jsonl"}, ConfigError),
+        ({}, {"source.prompts": ["", "b"]}, ConfigError),
+        ({}, {"sampling.min_tokens": 9}, ConfigError),
+        ({}, {"source.kind": "synthetic", "source.num_requests": 2, "source.prompt_len": 2**24}, ConfigError),
+    ],
+)
+def test_a_run_that_cannot_be_leaves_no_row_and_builds_no_engine(
+    settings: dict[str, Any], workload: dict[str, Any], error: type[ServeLabError]
+) -> None:
+    def make_host() -> Any:
+        raise AssertionError("built")
+
+    with Services(Database.open(), make_host) as services:
+        with pytest.raises(error):
+            start_run(
+                services, CONFIG.with_overrides(settings), Workload().with_overrides({"output_len": 4} | workload)
+            )
+        assert services.repository.list() == []
+
+
+def test_a_database_file_that_is_deleted_meanwhile_is_told_after_the_run(tmp_path: Path) -> None:
+    host = IdleHost()
+    with Services(Database.open(), lambda: host) as services:  # type: ignore[arg-type, return-value]
+        run_id = start_run(services, CONFIG, SHORT)
+        (tmp_path / "servelab.db").unlink()
+        host.go_on.set()
+        assert services.queue.wait(run_id, timeout=30) is not None
+        said = f"run #{run_id} is not fully recorded: the database file is gone"
+        assert services.recording_error(run_id) == said
 
 
 def test_lost_records_are_told_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,35 @@ def test_a_wrong_override_is_named_with_what_is_allowed(setting: str, fragments:
     assert all(fragment in message for fragment in fragments), message
 
 
+@pytest.mark.parametrize(
+    ("setting", "named", "reason"),
+    [
+        ("cache.num_blocks=" + "[" * 5000, "cache.num_blocks", "nested too deeply"),
+        ("model.name=" + "[" * 100 + "]" * 100, "model.name", "nested too deeply"),
+        ("model.name={a" + ".a" * 5000 + "=1}", "model.name", "nested too deeply"),
+        ("model" + ".a" * 5000 + "=1", "model.a.a", "nested too deeply"),
+        ("cache.num_blocks=" + "1" * 5000, "cache.num_blocks", "too many digits"),
+        ("cache.num_blocks=0x" + "f" * 5000, "cache.num_blocks", "too many digits"),
+        ("workload.source.prompts=[[" + "1" * 5000 + "]]", "workload.source.prompts", "too many digits"),
+        ("x" * 5000 + ".y=1", "xxx...", "unknown section"),
+    ],
+    ids=["brackets", "list", "dotted value", "dotted key", "digits", "hexadecimal", "in a list", "section"],
+)
+def test_a_monstrous_override_is_one_short_line(setting: str, named: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        engine_config_and_workload(None, None, [setting])
+    assert named in str(error.value)
+    assert reason in str(error.value)
+
+
+def test_a_file_with_a_number_of_thousands_of_digits_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "workload.toml"
+    for number in ("1" * 5000, "0x" + "f" * 5000):
+        path.write_text(f"seed = {number}")
+        with pytest.raises(ConfigError, match=r"workload\.toml.*digits"):
+            engine_config_and_workload(None, path, [])
+
+
 def test_generate_takes_no_workload_settings() -> None:
     with pytest.raises(ConfigError, match=r"unknown section 'workload'; allowed: model, (?!.*workload)"):
         engine_config(None, ["workload.seed=1"])

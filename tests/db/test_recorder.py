@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -291,6 +291,40 @@ def locked_out_recorder(
     recorder.on_run_start(make_start())
     recorder.on_request_finished(make_request(0))
     return recorder, other
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def replace(path: Path) -> None:
+    Database.open(f"sqlite:///{path}.new").close()
+    path.with_name(f"{path.name}.new").replace(path)
+
+
+@pytest.mark.parametrize("damage", [delete, replace])
+@pytest.mark.parametrize("reconnect", [False, True])
+def test_a_file_that_is_gone_is_noticed_at_the_end(
+    database: Database,
+    repository: RunRepository,
+    recorder: RunRecorder,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    reconnect: bool,
+) -> None:
+    recorder.on_run_start(make_start())
+    assert recorder.flush()
+    with database.read() as session:  # a connection of the pool has the old file open, as one always does
+        session.connection()
+        damage(tmp_path / "runs.db")
+        if reconnect:
+            database._engine.dispose()
+        recorder.on_request_finished(make_request(0))
+        recorder.on_run_end(RunEnd("finished", 101.0, make_summary()))
+        before = time.monotonic()
+        recorder.close()
+    assert time.monotonic() - before < 5, "there is nothing to wait for"
+    assert str(recorder.error) == f"run #{recorder.run_id} is not fully recorded: the database file is gone"
 
 
 def test_rows_that_cannot_be_stored_do_not_hold_back_the_end(repository: RunRepository, recorder: RunRecorder) -> None:

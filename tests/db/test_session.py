@@ -4,6 +4,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from urllib.parse import quote
 
@@ -155,6 +156,14 @@ def test_a_database_in_memory_is_refused(memory: str) -> None:
 )
 def test_a_url_that_leads_nowhere_is_refused(url: str, part: str) -> None:
     assert_refused(url, part)
+
+
+@pytest.mark.parametrize("query", ["foo=1", "timeout=2&foo=1", "uri=false&foo=1", "timeout=soon", "mode=ro"])
+def test_options_that_cannot_be_used_are_refused(tmp_path: Path, query: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_refused(f"sqlite:///{tmp_path}/runs.db?{query}", "the database URL has", "option")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_passwords_are_not_shown() -> None:

