@@ -56,7 +56,12 @@ class StopStringFilter:
         if not self._stop:
             return delta, False
         text = self._held + delta
-        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        # What was complete within the held text has had its chance: only a match that ends behind it is new.
+        found = [
+            (start + len(stop), start)
+            for stop in self._stop
+            if (start := text.find(stop, max(0, len(self._held) - len(stop) + 1))) >= 0
+        ]
         if found and may_end:
             self._stopped = True
             self._held = ""

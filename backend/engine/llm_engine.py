@@ -73,6 +73,8 @@ class LLMEngine:
         if lowest < 0 or highest >= self._vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise RequestError(f"token id {wrong} is not in the vocabulary: ids go from 0 to {self._vocab_size - 1}")
+        if sampling.min_tokens and len(set(sampling.stop_token_ids)) >= self._vocab_size:
+            raise RequestError("stop_token_ids holds the whole vocabulary: no token is left before min_tokens")
         for token_id in sampling.stop_token_ids:
             if token_id >= self._vocab_size:
                 raise RequestError(

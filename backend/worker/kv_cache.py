@@ -52,6 +52,6 @@ class KVCacheShape:
 
     def _too_large(self, num_blocks: int) -> CapacityError:
         return CapacityError(
-            f"the KV cache of {num_blocks:,} blocks needs {(num_blocks + 1) * self.bytes_per_block / 2**30:,.1f} GiB, more "
+            f"the KV cache of {num_blocks:,} blocks needs {(num_blocks + 1) * self.bytes_per_block / 2**20:,.1f} MiB, more "
             "than the device can give; lower cache.num_blocks, cache.gpu_memory_utilization or cache.cpu_bytes"
         )

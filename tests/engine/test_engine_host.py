@@ -136,7 +136,7 @@ def test_a_bad_config_leaves_the_host_usable(host: EngineHost, tiny_llama: Path,
         host.submit("a", [1], SamplingParams(), Answer().take)
     with pytest.raises(CapacityError, match=r"num_blocks = 1 of 1 token .* two tokens are the least"):
         host.load(config_of(tiny_llama, cache__num_blocks=1, cache__block_size=1))
-    with pytest.raises(CapacityError, match=r"the KV cache of 999,999,999 blocks needs .* GiB"):
+    with pytest.raises(CapacityError, match=r"the KV cache of 999,999,999 blocks needs .* MiB"):
         host.load(config_of(tiny_llama, cache__num_blocks=999_999_999))
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA device"):
