@@ -163,7 +163,7 @@ def _source_lines(values: Values) -> list[str]:
         lines += _length_lines(*form.SOURCE_LENGTHS[choice], values=values)
     for key, needed in (("own", "prompts"), ("file", "file")):
         if choice == key and not any(line.startswith(f"{form.SOURCE}.{needed}=") for line in lines):
-            raise ConfigError(f"{form.SOURCE}.{needed} is empty: {form.help_of(f'{form.SOURCE}.{needed}').lower()}")
+            raise ConfigError(f"{form.SOURCE}.{needed} is empty; it takes: {form.help_of(f'{form.SOURCE}.{needed}')}")
     return lines
 
 

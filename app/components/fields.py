@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from backend.settings import Settings
@@ -24,8 +23,6 @@ class Field:
     default: Any  # None: left out, and decided when the run starts
     help: str
     choices: tuple[Any, ...] = ()
-    minimum: float | None = None
-    maximum: float | None = None
     scale: int = 1  # a form shows whole multiples of so many: bytes as MiB
 
     @property
@@ -65,25 +62,8 @@ def _field(key: str, info: FieldInfo) -> Field | None:
     kinds: dict[Any, FieldKind] = {bool: "toggle", int: "int", float: "float", str: "text"}
     if option not in kinds:
         return None
-    minimum, maximum = _bounds(info)
-    return Field(key, kinds[option], default, help_text, minimum=minimum, maximum=maximum)
+    return Field(key, kinds[option], default, help_text)
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (types.UnionType, Union) else (annotation,)
-
-
-def _bounds(info: FieldInfo) -> tuple[float | None, float | None]:
-    """Inclusive bounds; an exclusive one is left to the settings, which say what is allowed."""
-    minimum = maximum = None
-    for item in info.metadata:
-        match item:
-            case Ge(ge):
-                minimum = ge
-            case Gt(gt):
-                minimum = gt
-            case Le(le):
-                maximum = le
-            case Lt(lt):
-                maximum = lt
-    return minimum, maximum  # type: ignore[return-value]

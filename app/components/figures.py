@@ -28,7 +28,7 @@ def headline(summary: Mapping[str, Any]) -> None:
         "output_throughput_tok_s": f"{formatting.metric('output_tokens', summary.get('output_tokens'))}",
         "ttft_ms.p50": _p99(summary, "ttft_ms"),
         "tpot_ms.p50": _p99(summary, "tpot_ms"),
-        "num_requests": _failed(summary.get("num_failed")),
+        "num_requests": _outcome(summary),
         "kv_cache_usage_max": _preemptions(summary.get("preemptions")),
     }
     with row():
@@ -66,8 +66,13 @@ def _p99(summary: Mapping[str, Any], metric: str) -> str | None:
     return None if value is None else f"p99 {formatting.metric(metric, value)}"
 
 
-def _failed(number: int | None) -> str:
-    return f"{formatting.count(number)} failed" if number else "none failed"
+def _outcome(summary: Mapping[str, Any]) -> str:
+    """How many finished, where that is not all: a cancelled run's others neither finished nor failed."""
+    finished, failed = (summary.get("e2el_ms") or {}).get("count"), summary.get("num_failed")
+    outcome = f"{formatting.count(failed)} failed" if failed else "none failed"
+    if finished == summary.get("num_requests"):
+        return outcome
+    return f"{formatting.count(finished)} finished, {outcome}"
 
 
 def _preemptions(number: int | None) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -37,7 +36,6 @@ LENGTH_KINDS = {"fixed": "Fixed", "uniform": "Uniform", "normal": "Normal"}
 # A length that varies asks for these in place of one number.
 LENGTH_PARTS = {"fixed": ("value",), "uniform": ("min", "max"), "normal": ("mean", "std", "min", "max")}
 
-_LARGEST_INT = 2**53 - 1  # what a browser's number holds exactly
 
 _HELP = {
     "scheduler.max_num_seqs": "More share a step and raise throughput; each of them then waits longer. Auto: CUDA 256, "
@@ -121,10 +119,7 @@ def _worded(field: Field) -> Field:
     help_text = help_of(field.key) or field.help
     if field.kind != "int":
         return replace(field, help=help_text)
-    scale = _SCALES.get(field.key, 1)
-    minimum = None if field.minimum is None else math.ceil(field.minimum / scale)
-    maximum = min(field.maximum or _LARGEST_INT, _LARGEST_INT) // scale
-    return replace(field, help=help_text, minimum=minimum, maximum=maximum, scale=scale)
+    return replace(field, help=help_text, scale=_SCALES.get(field.key, 1))
 
 
 def _named(fields: Iterable[Field], *names: str) -> tuple[Field, ...]:
@@ -145,15 +140,13 @@ SOURCE_LENGTHS: dict[str, tuple[str, int]] = {
     "synthetic": (f"{SOURCE}.prompt_len", SyntheticSource.model_fields["prompt_len"].default),
     "shared_prefix": (f"{SOURCE}.suffix_len", SharedPrefixSource.model_fields["suffix_len"].default),
 }
-_RATE = Field("workload.arrivals.rate", "float", 4.0, help_of("workload.arrivals.rate"), minimum=0, maximum=1e6)
+_RATE = Field("workload.arrivals.rate", "float", 4.0, help_of("workload.arrivals.rate"))
 ARRIVAL_FIELDS: dict[str, Field] = {
     "closed_loop": Field(
         "workload.arrivals.concurrency",
         "int",
         4,
         help_of("workload.arrivals.concurrency"),
-        minimum=1,
-        maximum=100_000,
     ),
     "constant": _RATE,
     "poisson": _RATE,

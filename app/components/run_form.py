@@ -19,10 +19,8 @@ SAME_CLICK_S = 2.0  # a second press within this time, for the very same run, is
 _ERROR = "form error"
 _LAST_START = "last start"
 _MODEL_STATES = {
-    "ready": "ready",
     "not pulled": "will be pulled",
     "damaged": "damaged, will be pulled again",
-    "built in": "random weights",
 }
 
 
@@ -55,20 +53,22 @@ def _model() -> None:
     st.selectbox(
         "Model",
         [*models, *([chosen] if chosen and chosen not in models else [])],
-        format_func=lambda name: _model_text(name, models.get(name)),
         key=widgets.key_of(form.MODEL),
         accept_new_options=True,
         help="A model by name, or type the folder of a Hugging Face model of the Llama architecture.",
         persist_state="session",
     )
+    # Not in the options' names: the box would go on showing the old one after a pull.
+    if chosen in models and (text := _model_text(models[chosen])):
+        st.caption(text)
 
 
-def _model_text(name: str, model: ModelInfo | None) -> str:
-    if model is None:
-        return name
-    size_bytes = PULLABLE[name].wheel_bytes if model.state == "not pulled" else model.size_bytes
-    size = f" ({formatting.file_size(size_bytes)})" if size_bytes else ""
-    return f"{name} · {_MODEL_STATES.get(model.state, model.state)}{size}"
+def _model_text(model: ModelInfo) -> str:
+    """What a start costs beyond loading; nothing for a model that is there."""
+    if model.state not in _MODEL_STATES:
+        return ""
+    size_bytes = PULLABLE[model.name].wheel_bytes if model.name in PULLABLE else model.size_bytes
+    return f"{_MODEL_STATES[model.state]} ({formatting.file_size(size_bytes)})"
 
 
 def _temperature() -> None:

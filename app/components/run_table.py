@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -11,6 +12,7 @@ import streamlit as st
 
 from app.components.form_fields import ARRIVAL_KINDS
 from backend.experiments.compare import metric_value
+from backend.workload.prompts import BUILT_IN_PROMPTS
 from db.run_rows import Run
 
 _STATUS_COLOURS = {
@@ -72,7 +74,7 @@ def workload_text(workload: Mapping[str, Any]) -> str:
     """A workload in a few words: "chat prompts, Poisson 4/s, 64 out"."""
     source, arrivals = workload["source"], workload["arrivals"]
     asked = {
-        "prompts": "chat prompts" if source.get("chat") else "prompts",
+        "prompts": _prompts_text(source),
         "synthetic": f"{source.get('num_requests')} synthetic",
         "shared_prefix": "shared prefixes",
     }[source["kind"]]
@@ -83,6 +85,16 @@ def workload_text(workload: Mapping[str, Any]) -> str:
         when += f" of {arrivals['concurrency']}"
     length = workload["output_len"]
     return f"{asked}, {when}, {length if isinstance(length, int) else length['kind']} out"
+
+
+def _prompts_text(source: Mapping[str, Any]) -> str:
+    own, file, limit = source.get("prompts"), source.get("file"), source.get("limit")
+    if file:
+        text = f"{limit} of {Path(file).name}" if limit else Path(file).name
+    else:
+        count = len(own or BUILT_IN_PROMPTS)
+        text = f"{min(count, limit or count)} {'own' if own else 'built-in'}"
+    return f"{text} {'chat' if source.get('chat') else 'raw'} prompts"
 
 
 def _columns() -> dict[str, Any]:

@@ -83,9 +83,7 @@ def length(key: str, default: int) -> None:
     label = form.label_of(key)
     for part in form.LENGTH_PARTS[kind]:
         is_float = part in ("mean", "std")
-        field = Field(
-            f"{key}.{part}", "float" if is_float else "int", None, form.help_of(key), minimum=0 if is_float else 1
-        )
+        field = Field(f"{key}.{part}", "float" if is_float else "int", None, form.help_of(key))
         setting(field, label if part == "value" else f"{label}, {part}")
 
 
@@ -99,16 +97,11 @@ def length_kind(key: str) -> None:
 
 
 def _number(label: str, field: Field, *, step: float, as_type: type, **common: Any) -> None:
-    bounds = {
-        name: as_type(bound)
-        for name, bound in (("min_value", field.minimum), ("max_value", field.maximum))
-        if bound is not None
-    }
+    # No bounds: a browser keeps a number it finds out of bounds to itself, and the run would start with another one.
     st.number_input(
         label,
         value=None,  # the session holds it; a default here would fight with it
         step=as_type(step),
         placeholder=form.empty_of(field.key) if field.optional else str(field.default),
-        **bounds,
         **common,
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Literal
 
+from backend.metrics.live import UnderWay
 from backend.metrics.stats import RequestStats, tpot_ms_between
 from backend.workload.datasets import WorkloadRequest
 from backend.workload.targets import StreamEvent
@@ -76,8 +77,8 @@ class Flight:
         )
 
 
-def latencies_so_far(flights: Iterable[Flight]) -> tuple[list[float], list[float]]:
-    """TTFT and TPOT, in ms, of measured requests that have their first (second) token but not yet their last."""
+def under_way(flights: Collection[Flight]) -> UnderWay:
+    """What can be told of requests before they end."""
     ttft, tpot = [], []
     for flight in flights:
         # Read once each, the last first: the target's thread may add a delivery meanwhile.
@@ -88,4 +89,4 @@ def latencies_so_far(flights: Iterable[Flight]) -> tuple[list[float], list[float
         so_far = tpot_ms_between(first, last, num_tokens) if last > first else None
         if so_far is not None:
             tpot.append(so_far)
-    return ttft, tpot
+    return UnderWay(len(flights), ttft, tpot)

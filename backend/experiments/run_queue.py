@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from backend.config import EngineConfig
 from backend.errors import ConfigError, EngineError, ServeLabError
-from backend.experiments.flight import Flight, latencies_so_far
+from backend.experiments.flight import Flight, under_way
 from backend.experiments.runner import WorkloadResult, run_workload
 from backend.metrics.environment import environment
 from backend.metrics.gpu_monitor import TelemetrySampler
@@ -111,7 +111,7 @@ class RunQueue:
         except ConfigError as error:
             problem = error
         in_flight: dict[str, Flight] = {}
-        live = LiveRun(run_id, num_requests, lambda: latencies_so_far(list(in_flight.values())))
+        live = LiveRun(run_id, num_requests, lambda: under_way(list(in_flight.values())))
         peaks = PeakSink()
         # The live view comes last: once it says "finished", the other sinks have the whole run.
         job = _Job(run_id, config, workload, live, in_flight, peaks, SinkGroup((peaks, *sinks, live)), problem)

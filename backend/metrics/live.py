@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from backend.metrics.series import LivePoint, LiveSeries
 from backend.metrics.stats import (
@@ -66,14 +67,21 @@ class LiveSnapshot:
     summary: RunSummary | None
 
 
+class UnderWay(NamedTuple):
+    """Requests that have been sent and have not ended."""
+
+    num_requests: int  # warm-up included
+    ttft_ms: list[float]  # of the measured ones that have their first token
+    tpot_ms: list[float]  # so far, of the measured ones that have their second
+
+
 class LiveRun:
     """A `StatsSink` that keeps one run's latest state. Thread-safe.
 
     Args:
         run_id: as in the database.
         num_requests: measured requests, 0 while unknown; `on_run_start` says it for certain.
-        in_flight: TTFT and TPOT so far of the requests under way, in ms; asked at each snapshot, so that following them
-            costs the engine nothing.
+        in_flight: the requests under way; asked at each snapshot, so that following them costs the engine nothing.
         clock: `time.perf_counter`, or a test's.
     """
 
@@ -81,7 +89,7 @@ class LiveRun:
         self,
         run_id: int,
         num_requests: int = 0,
-        in_flight: Callable[[], tuple[list[float], list[float]]] = lambda: ([], []),
+        in_flight: Callable[[], UnderWay] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.run_id = run_id
@@ -181,9 +189,14 @@ class LiveRun:
             recent, ttft, tpot = tuple(self._recent), self._ttft[:], self._tpot[:]
             series = self._series.points()
         # A step counts blocks while it runs; with nothing left running they have all been given back.
-        given_back = step.num_referenced_blocks if step and step.num_running == 0 else 0
+        given_back = step.num_referenced_blocks if step and (end or step.num_running == 0) else 0
         input_tok_s, output_tok_s = _rates(recent, self._first_step_start, now)
-        ttft_under_way, tpot_under_way = self._in_flight() if end is None else ([], [])
+        under_way = self._in_flight() if self._in_flight and end is None else None
+        num_running, num_waiting = (step.num_running, step.num_waiting) if step and end is None else (0, 0)
+        if under_way:
+            # The newest step says what ran when it ended; requests that came since wait for the next one.
+            num_running = min(num_running, under_way.num_requests)
+            num_waiting = under_way.num_requests - num_running
         return LiveSnapshot(
             run_id=self.run_id,
             phase=phase,
@@ -197,16 +210,16 @@ class LiveRun:
             output_tokens=output_tokens,
             input_tok_s=input_tok_s,
             output_tok_s=output_tok_s,
-            num_running=step.num_running if step else 0,
-            num_waiting=step.num_waiting if step else 0,
+            num_running=num_running,
+            num_waiting=num_waiting,
             num_referenced_blocks=step.num_referenced_blocks - given_back if step else 0,
             num_evictable_blocks=step.num_evictable_blocks if step else 0,
             num_free_blocks=step.num_free_blocks + given_back if step else 0,
             weights_bytes=sample.weights_bytes if sample else None,
             kv_cache_bytes=sample.kv_cache_bytes if sample else None,
             rest_bytes=_rest_bytes(sample),
-            ttft_ms=distribution([*ttft, *ttft_under_way]),
-            tpot_ms=distribution([*tpot, *tpot_under_way]),
+            ttft_ms=distribution([*ttft, *(under_way.ttft_ms if under_way else ())]),
+            tpot_ms=distribution([*tpot, *(under_way.tpot_ms if under_way else ())]),
             preemptions=preemptions,
             series=series,
             notices=start.notices if start else (),

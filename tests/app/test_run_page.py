@@ -64,6 +64,7 @@ def test_the_form_is_read(services: FakeServices) -> None:
     [
         ("cache.blocksize = 8", "cache.blocksize"),
         ("model.name = nowhere", "nowhere"),
+        ("workload.seed = -5", "seed = -5"),
         ("workload.source.file = /nowhere.jsonl", "/nowhere.jsonl"),
     ],
 )
@@ -115,3 +116,19 @@ def test_a_failed_run_says_why(services: FakeServices) -> None:
     live = services.fake_queue.live_run = LiveRun(run_id)
     live.on_run_end(RunEnd("failed", 1.0, None, "out of memory: lower cache.cpu_bytes"))
     assert "out of memory: lower cache.cpu_bytes" in words(page())
+
+
+def test_a_number_out_of_bounds_reaches_the_settings_and_is_refused(services: FakeServices) -> None:
+    """A browser would keep it to itself, had its field bounds, and another run would start than the form shows."""
+    app = page()
+    for key, value in (("workload.seed", -5), ("scheduler.max_num_seqs", 0), ("workload.output_len.value", 0)):
+        field = app.number_input(key=widgets.key_of(key))
+        assert (field.proto.has_min, field.proto.has_max) == (False, False)
+        before = field.value
+        field.set_value(value).run()
+        press(app, "Start")
+        assert [
+            f"{key.removeprefix('workload.').removesuffix('.value')} = {value}" in error.value for error in app.error
+        ] == [True]
+        app.number_input(key=widgets.key_of(key)).set_value(before).run()
+    assert services.repository.list() == []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from backend.errors import EngineError, RequestError
-from backend.experiments.flight import Flight, latencies_so_far
+from backend.experiments.flight import Flight, under_way
 from backend.experiments.runner import ABORT_TIMEOUT_S, WorkloadResult, run_workload
 from backend.metrics.sinks import PeakSink
 from backend.metrics.stats import Phase, RequestStats, e2el_ms, queue_ms, summarize, tpot_ms, ttft_ms
@@ -114,16 +114,17 @@ def test_latencies_are_known_while_requests_are_under_way():
     class Watching(Sink):
         def on_request_finished(self, stats: RequestStats) -> None:
             super().on_request_finished(stats)
-            seen.append(latencies_so_far(in_flight.values()))
+            seen.append(under_way(in_flight.values()))
 
     result = run(
         SimulatedTarget(lambda request_id, *_: plans[request_id]), workload(3), Watching(), in_flight=in_flight
     )
     long_stats = by_index(result)[1]
-    ((ttft,), (tpot,)) = seen[0]
+    count, (ttft,), (tpot,) = seen[0]
+    assert count == 2
     assert ttft == pytest.approx(ttft_ms(long_stats))
     assert tpot == pytest.approx(200 / 3), "4 tokens in 2 deliveries 200 ms apart"
-    assert seen[-1] == ([], [])
+    assert seen[-1] == (0, [], [])
     assert in_flight == {}
 
 
