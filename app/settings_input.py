@@ -5,20 +5,17 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from backend.config import EngineConfig
-    from backend.settings import Settings
     from backend.workload.spec import Workload
 
 WORKLOAD_PREFIX = "workload"
 _MAX_LEVELS = 16  # of nesting; the settings have four
 _MAX_BITS = 1024  # of a whole number, 308 digits; no setting takes more than 64, and much longer ones cannot be shown
-
-S = TypeVar("S", bound="Settings")
 
 
 def engine_config(path: Path | None, settings: Sequence[str]) -> EngineConfig:
@@ -35,7 +32,7 @@ def engine_config_and_workload(
     overrides = _parse(settings, with_workload=True)
     prefix = f"{WORKLOAD_PREFIX}."
     config = _engine_config(config_path, {key: value for key, value in overrides.items() if not key.startswith(prefix)})
-    workload = _from_toml(Workload, workload_path) if workload_path else Workload()
+    workload = Workload.from_toml(workload_path) if workload_path else Workload()
     return config, workload.with_overrides(
         {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
     )
@@ -44,18 +41,8 @@ def engine_config_and_workload(
 def _engine_config(path: Path | None, overrides: dict[str, Any]) -> EngineConfig:
     from backend.config import EngineConfig
 
-    config = _from_toml(EngineConfig, path) if path else EngineConfig()
+    config = EngineConfig.from_toml(path) if path else EngineConfig()
     return config.with_overrides(overrides)
-
-
-def _from_toml(kind: type[S], path: Path) -> S:
-    """`kind.from_toml`; an unknown user's ~ and a number too long for Python are `ConfigError`s too."""
-    try:
-        return kind.from_toml(path)
-    except RuntimeError:
-        raise ConfigError(f"{path}: there is no such user's home folder") from None
-    except ValueError:
-        raise ConfigError(f"{path}: a number has thousands of digits") from None
 
 
 def _parse(settings: Sequence[str], *, with_workload: bool) -> dict[str, Any]:

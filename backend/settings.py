@@ -46,7 +46,10 @@ class Settings(BaseModel, metaclass=_SettingsMeta):
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
         """Read a TOML file. Raises `ConfigError` for a missing file, bad syntax or bad values."""
-        return cls.from_dict(read_toml(path))
+        try:
+            return cls.from_dict(read_toml(path))
+        except ValueError:  # a number too long for Python to read, or to show in an error
+            raise ConfigError(f"{path}: a number has thousands of digits") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain data that `from_dict` turns back into an equal object."""
@@ -79,8 +82,8 @@ class Settings(BaseModel, metaclass=_SettingsMeta):
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """A TOML file's tables. Raises `ConfigError` naming the file and what is wrong with it."""
-    path = Path(path).expanduser()
     try:
+        path = Path(path).expanduser()
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path}: not a regular file")
         if path.stat().st_size > _MAX_TOML_BYTES:
@@ -90,6 +93,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None
+    except RuntimeError:  # from expanduser
+        raise ConfigError(f"{path}: there is no such user's home folder") from None
 
 
 def describe_errors(error: ValidationError, cls: type) -> str:

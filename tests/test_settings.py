@@ -137,6 +137,7 @@ def test_toml_as_users_write_it(tmp_path: Path) -> None:
         (b"seed = ", "workload.toml: "),
         (b"\xff\xfe", "workload.toml: "),
         (b"a = " + b"[" * 100_000, "workload.toml: "),
+        (b"seed = " + b"9" * 10_000, "workload.toml: a number has thousands of digits"),
         (b"#" * 5_000_000, "workload.toml: 5,000,000 bytes; at most 4,194,304 are read"),
         (b"sead = 3", "unknown key 'sead'"),
     ],
@@ -150,7 +151,7 @@ def test_a_file_that_cannot_be_used_is_one_clear_line(tmp_path: Path, content: b
 
 
 def test_devices_and_folders_are_no_settings(tmp_path: Path) -> None:
-    for path in (tmp_path, Path("/dev/zero"), tmp_path / "missing"):
+    for path in (tmp_path, Path("/dev/zero"), tmp_path / "missing", Path("~nobody-of-this-name/w.toml")):
         with pytest.raises(ConfigError, match=str(path)):
             Workload.from_toml(path)
 
