@@ -73,7 +73,9 @@ class SchedulerSettings(_Section):
     batching: Literal["continuous"] = "continuous"
     policy: Literal["fcfs"] = "fcfs"
     preemption: Literal["recompute"] = "recompute"
-    async_scheduling: Literal[False] = False
+    async_scheduling: bool | None = Field(
+        None, description="Schedule a step while the one before runs, so that the GPU never waits. CUDA yes, CPU no."
+    )
 
 
 class QuantizationSettings(_Section):
@@ -92,9 +94,13 @@ class SpeculativeSettings(_Section):
 
 
 class KernelSettings(_Section):
-    backend: Literal["auto", "reference"] = Field("auto", description="Implementation of the ops; auto picks the best.")
-    enforce_eager: Literal[True] = True
-    batch_invariant: Literal[False] = False
+    backend: Literal["auto", "triton", "reference"] = Field(
+        "auto", description="Implementation of the ops. auto: triton on CUDA, reference (plain torch) on the CPU."
+    )
+    enforce_eager: bool = Field(False, description="Launch every op by itself, without CUDA graphs.")
+    batch_invariant: bool = Field(
+        False, description="Sum in an order that does not depend on the batch: equal tokens bit for bit, at some speed."
+    )
     cpu_threads: int | None = Field(
         None, ge=1, le=1024, description="Threads for CPU math; by default one core is left to the dashboard."
     )
@@ -129,6 +135,8 @@ class EngineConfig(Settings):
         on_cuda = device == "cuda"
         dtype = self.model.dtype if self.model.dtype != "auto" else ("bfloat16" if on_cuda else "float32")
         length = min(self.model.max_model_len or max_model_len, max_model_len)
+        backend = self.kernels.backend if self.kernels.backend != "auto" else ("triton" if on_cuda else "reference")
+        asynchronous = self.scheduler.async_scheduling
         return self.with_overrides(
             {
                 "model.device": device,
@@ -137,7 +145,9 @@ class EngineConfig(Settings):
                 "scheduler.max_num_seqs": self.scheduler.max_num_seqs or (256 if on_cuda else 16),
                 "scheduler.max_num_batched_tokens": self.scheduler.max_num_batched_tokens or (8192 if on_cuda else 512),
                 "kernels.cpu_threads": self.kernels.cpu_threads or default_cpu_threads(),
-                "kernels.backend": "reference",
+                "scheduler.async_scheduling": on_cuda if asynchronous is None else asynchronous,
+                "kernels.backend": backend,
+                "kernels.enforce_eager": self.kernels.enforce_eager or backend == "reference",
             }
         )
 

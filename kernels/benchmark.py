@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kernels.registry import REGISTRY, Inputs, KernelOp
+from kernels.kernel_op import Inputs, KernelOp
+from kernels.registry import REGISTRY
 
 Implementation = Literal["launch", "reference"]
 
@@ -28,36 +29,6 @@ MIN_CALLS_PER_GRAPH = 20
 L2_MULTIPLE = 4
 # A CPU's caches are not asked for: this exceeds those of most.
 CPU_ROTATION_BYTES = 128 * 2**20
-
-SHAPES: dict[str, dict[str, dict[str, Any]]] = {
-    "rms_norm": {
-        "decode 64 x 4096": {"num_tokens": 64, "hidden": 4096},
-        "prefill 8192 x 4096": {"num_tokens": 8192, "hidden": 4096},
-        "prefill 512 x 576": {"num_tokens": 512, "hidden": 576},
-    },
-    "store_kv_cache": {
-        "decode 64 x 8 x 128": {"num_tokens": 64, "num_kv_heads": 8, "head_dim": 128, "num_blocks": 513},
-        "prefill 8192 x 8 x 128": {"num_tokens": 8192, "num_kv_heads": 8, "head_dim": 128, "num_blocks": 513},
-        "prefill 512 x 3 x 64": {"num_tokens": 512, "num_kv_heads": 3, "head_dim": 64, "num_blocks": 65},
-    },
-    "paged_attention": {
-        "decode 64 at 1024, 32/8 x 128": {
-            "query_lens": [1] * 64,
-            "seq_lens": [1024] * 64,
-            "num_heads": 32,
-            "num_kv_heads": 8,
-            "head_dim": 128,
-        },
-        "prefill 2048 at 2048, 32/8 x 128": {
-            "query_lens": [2048],
-            "seq_lens": [2048],
-            "num_heads": 32,
-            "num_kv_heads": 8,
-            "head_dim": 128,
-        },
-        "decode 8 at 512, 9/3 x 64": {"query_lens": [1] * 8, "seq_lens": [512] * 8},
-    },
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
     copy_limit = measure_copy_limit(device)
     timings = []
     for name in options.ops or REGISTRY:
-        for shape, sizes in SHAPES[name].items():
+        for shape, sizes in REGISTRY[name].shapes.items():
             timing = time_op(
                 REGISTRY[name],
                 implementation=implementation,

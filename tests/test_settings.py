@@ -20,7 +20,8 @@ CASES: list[tuple[type[Settings], str, Any, str]] = [
     (EngineConfig, "kache.block_size", 8, "unknown key 'kache'; allowed here: model, cache, scheduler"),
     (EngineConfig, "cache.block_size", 7, "cache.block_size = 7 is not supported; allowed: 1, 2, 4, 8, 16"),
     (EngineConfig, "cache.block_size", True, "cache.block_size = True is not supported; allowed: 1, 2, 4"),
-    (EngineConfig, "kernels.enforce_eager", 1, "kernels.enforce_eager = 1 is not supported; allowed: True"),
+    (EngineConfig, "kernels.enforce_eager", 1, "kernels.enforce_eager = 1: input should be a valid boolean"),
+    (EngineConfig, "kernels.backend", "cuda", "kernels.backend = 'cuda' is not supported; allowed: 'auto', 'triton'"),
     (EngineConfig, "cache.num_blocks", "many", "cache.num_blocks = 'many': input should be a valid integer"),
     (EngineConfig, "cache.num_blocks", 2**63, "cache.num_blocks = 9223372036854775808: input should be less than"),
     (EngineConfig, "cache.num_blocks", True, "cache.num_blocks = True: input should be a valid integer"),
@@ -39,7 +40,6 @@ CASES: list[tuple[type[Settings], str, Any, str]] = [
     (EngineConfig, "scheduler.batching", "static", "scheduler.batching = 'static' is not supported"),
     (EngineConfig, "scheduler.policy", "priority", "scheduler.policy = 'priority' is not supported; allowed: 'fcfs'"),
     (EngineConfig, "scheduler.preemption", "swap", "scheduler.preemption = 'swap' is not supported"),
-    (EngineConfig, "scheduler.async_scheduling", True, "scheduler.async_scheduling = True is not supported"),
     (
         EngineConfig,
         "quantization.method",
@@ -47,7 +47,6 @@ CASES: list[tuple[type[Settings], str, Any, str]] = [
         "quantization.method = 'int8' is not supported; allowed: leave it out",
     ),
     (EngineConfig, "speculative.method", "ngram", "speculative.method = 'ngram' is not supported"),
-    (EngineConfig, "kernels.batch_invariant", True, "kernels.batch_invariant = True is not supported"),
     (EngineConfig, "target.kind", "http", "target.kind = 'http' is not supported; allowed: 'in_process'"),
     (EngineConfig, "parallel.tensor", 2, "parallel.tensor = 2 is not supported; allowed: 1"),
     (
@@ -171,12 +170,16 @@ def test_resolving_fills_in_what_depends_on_the_device() -> None:
         512,
     )
     assert on_cpu.kernels.cpu_threads == default_cpu_threads() >= 1
+    assert (on_cpu.kernels.backend, on_cpu.kernels.enforce_eager) == ("reference", True)
+    assert on_cpu.scheduler.async_scheduling is False
     on_cuda = EngineConfig().resolve(device="cuda", max_model_len=8192)
     assert (on_cuda.model.dtype, on_cuda.scheduler.max_num_seqs, on_cuda.scheduler.max_num_batched_tokens) == (
         "bfloat16",
         256,
         8192,
     )
+    assert (on_cuda.kernels.backend, on_cuda.kernels.enforce_eager) == ("triton", False)
+    assert on_cuda.scheduler.async_scheduling is True
     asked = EngineConfig().with_overrides({"scheduler.max_num_seqs": 3, "model.max_model_len": 100})
     resolved = asked.resolve(device="cuda", max_model_len=8192)
     assert (resolved.scheduler.max_num_seqs, resolved.model.max_model_len) == (3, 100)

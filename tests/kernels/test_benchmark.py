@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,11 @@ import torch
 import kernels.benchmark as benchmark
 from kernels.registry import REGISTRY
 
-SMALL: dict[str, dict[str, dict[str, Any]]] = {name: {"small": {}} for name in REGISTRY}
-
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "SHAPES", SMALL)
+    small = {name: replace(op, shapes={"small": {}}) for name, op in REGISTRY.items()}
+    monkeypatch.setattr(benchmark, "REGISTRY", small)
     monkeypatch.setattr(benchmark, "CPU_ROTATION_BYTES", 2**18)
     monkeypatch.setattr(benchmark, "measure_copy_limit", lambda device: 1e9)
 
@@ -79,7 +79,7 @@ def test_times_every_kernel_on_a_gpu(op: Any) -> None:
     device = torch.device("cuda")
     copy_limit = benchmark.measure_copy_limit(device)
     assert copy_limit > 1e11
-    for shape, sizes in benchmark.SHAPES[op.name].items():
+    for shape, sizes in op.shapes.items():
         timing = benchmark.time_op(
             op,
             implementation="launch",

@@ -8,7 +8,7 @@ import torch
 
 import kernels.reference.paged_attention as module
 from kernels.reference.paged_attention import paged_attention
-from kernels.registry import make_paged_attention_inputs
+from kernels.specs.paged_attention import make_inputs as make_paged_attention_inputs
 from tests.kernels.oracle import HEAD_DIMS, HEADS, GuardBands, chunked, naive_attention, start_loc
 
 # Decode, verification of five, chunk and whole prompt, at lengths on both sides of a block.

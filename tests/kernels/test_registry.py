@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.registry import (
-    REGISTRY,
-    KernelOp,
-    make_paged_attention_inputs,
-    paged_attention_bytes,
-    paged_attention_flops,
-    rms_norm_bytes,
-    store_kv_cache_bytes,
-)
+from kernels.kernel_op import KernelOp
+from kernels.registry import REGISTRY
+from kernels.specs import paged_attention, rms_norm, store_kv_cache
 from tests.kernels.oracle import KERNEL_DTYPES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -46,7 +40,7 @@ def test_launch_agrees_with_reference(op: KernelOp, dtype: torch.dtype, device: 
         if isinstance(value, torch.Tensor):
             assert torch.equal(launched[name], referred[name])
     changed = {n for n, v in inputs.items() if isinstance(v, torch.Tensor) and not torch.equal(v, referred[n])}
-    assert changed == ({"key_cache", "value_cache"} if op.name == "store_kv_cache" else set())
+    assert changed == op.mutates
 
 
 @pytest.mark.parametrize("op", REGISTRY.values(), ids=REGISTRY)
@@ -62,26 +56,29 @@ def test_inputs_depend_on_the_seed_alone(op: KernelOp) -> None:
 
 
 def test_bytes_and_flops_of_attention() -> None:
-    inputs = make_paged_attention_inputs(
+    inputs = paged_attention.make_inputs(
         torch.float16, CPU, query_lens=[1, 3, 0], seq_lens=[20, 3, 9], num_heads=4, num_kv_heads=2, head_dim=8
     )
     keys = 20 + 3  # the request without rows reads none
-    assert paged_attention_bytes(inputs) == (
+    assert paged_attention.bytes_moved(inputs) == (
         2 * 4 * (4 * 8) * 2  # four rows in and out
         + keys * 2 * (2 * 8) * 2
         + 4 * (2 + 1)  # block ids
         + 4 * (4 + 3)  # query_start_loc, seq_lens
     )
-    assert paged_attention_flops(inputs) == 4 * (20 + 1 + 2 + 3) * 4 * 8
+    assert paged_attention.flops(inputs) == 4 * (20 + 1 + 2 + 3) * 4 * 8
     windowed = inputs | {"window": 2}
-    assert paged_attention_bytes(inputs) - paged_attention_bytes(windowed) == 18 * 2 * (2 * 8) * 2 + 4 * 1
-    assert paged_attention_flops(windowed) == 4 * (2 + 1 + 2 + 2) * 4 * 8
+    assert paged_attention.bytes_moved(inputs) - paged_attention.bytes_moved(windowed) == 18 * 2 * (2 * 8) * 2 + 4 * 1
+    assert paged_attention.flops(windowed) == 4 * (2 + 1 + 2 + 2) * 4 * 8
 
 
 def test_bytes_of_the_memory_bound_ops() -> None:
-    assert rms_norm_bytes(REGISTRY["rms_norm"].make_inputs(torch.float16, CPU, num_tokens=4, hidden=10)) == 2 * 80 + 20
+    assert (
+        rms_norm.bytes_moved(REGISTRY["rms_norm"].make_inputs(torch.float16, CPU, num_tokens=4, hidden=10))
+        == 2 * 80 + 20
+    )
     stored = REGISTRY["store_kv_cache"].make_inputs(torch.float32, CPU, num_tokens=4, num_kv_heads=2, head_dim=8)
-    assert store_kv_cache_bytes(stored) == 2 * 2 * (4 * 2 * 8 * 4) + 4 * 8
+    assert store_kv_cache.bytes_moved(stored) == 2 * 2 * (4 * 2 * 8 * 4) + 4 * 8
 
 
 def test_references_and_registry_need_no_triton() -> None:

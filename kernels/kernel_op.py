@@ -1,0 +1,45 @@
+"""`KernelOp`: a launcher and its reference, inputs to try them on, and what the op must move and do."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """`|launch - reference| <= atol + rtol * |reference|`, element by element."""
+
+    atol: float
+    rtol: float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOp:
+    """One op: `launch(**inputs)` and `reference(**inputs)` agree within `tolerances[dtype]`."""
+
+    name: str
+    reference: Callable[..., Tensor | None]
+    # (dtype, device, seed=0, **sizes) -> inputs; every size has a small default.
+    make_inputs: Callable[..., Inputs]
+    tolerances: Mapping[torch.dtype, Tolerance]
+    # inputs -> bytes that have to cross the device's memory bus once, whatever the implementation.
+    bytes_moved: Callable[[Inputs], int]
+    # inputs -> floating-point operations of the formula, a multiply-add being two.
+    flops: Callable[[Inputs], int]
+    # What to time it on: a name that says the sizes, and the sizes for `make_inputs`.
+    shapes: Mapping[str, Mapping[str, Any]]
+    # Inputs that a call changes.
+    mutates: frozenset[str] = frozenset()
+
+    @property
+    def launch(self) -> Callable[..., Tensor | None]:
+        """The Triton launcher, imported when asked for: a CPU-only machine need not have triton."""
+        return getattr(importlib.import_module(f"kernels.ops.{self.name}"), self.name)

@@ -1,0 +1,62 @@
+"""Writing keys and values to the paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.kernel_op import Inputs, KernelOp, Tolerance
+from kernels.reference.store_kv_cache import store_kv_cache
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "decode 64 x 8 x 128": {"num_tokens": 64, "num_kv_heads": 8, "head_dim": 128, "num_blocks": 513},
+    "prefill 8192 x 8 x 128": {"num_tokens": 8192, "num_kv_heads": 8, "head_dim": 128, "num_blocks": 513},
+    "prefill 512 x 3 x 64": {"num_tokens": 512, "num_kv_heads": 3, "head_dim": 64, "num_blocks": 65},
+}
+
+
+def make_inputs(
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    *,
+    num_tokens: int = 21,
+    num_kv_heads: int = 3,
+    head_dim: int = 80,
+    block_size: int = 16,
+    num_blocks: int = 5,
+) -> Inputs:
+    """`num_tokens` distinct slots, in no order, outside the null block."""
+    generator = torch.Generator(device).manual_seed(seed)
+    usable = (num_blocks - 1) * block_size
+    slots = torch.randperm(usable, device=device, generator=generator)[:num_tokens] + block_size
+    token_shape, cache_shape = (num_tokens, num_kv_heads, head_dim), (num_blocks, block_size, num_kv_heads, head_dim)
+    return {
+        "key": torch.randn(token_shape, dtype=dtype, device=device, generator=generator),
+        "value": torch.randn(token_shape, dtype=dtype, device=device, generator=generator),
+        "key_cache": torch.zeros(cache_shape, dtype=dtype, device=device),
+        "value_cache": torch.zeros(cache_shape, dtype=dtype, device=device),
+        "slot_mapping": slots,
+    }
+
+
+def bytes_moved(inputs: Inputs) -> int:
+    return 2 * (inputs["key"].nbytes + inputs["value"].nbytes) + inputs["slot_mapping"].nbytes
+
+
+def flops(inputs: Inputs) -> int:
+    return 0
+
+
+OP = KernelOp(
+    name="store_kv_cache",
+    reference=store_kv_cache,
+    make_inputs=make_inputs,
+    # Bytes are copied, so they are equal.
+    tolerances={dtype: Tolerance(0.0, 0.0) for dtype in (torch.float32, torch.bfloat16, torch.float16)},
+    bytes_moved=bytes_moved,
+    flops=flops,
+    shapes=SHAPES,
+    mutates=frozenset({"key_cache", "value_cache"}),
+)
