@@ -136,19 +136,22 @@ def _plain_ids(tokenizer: Tokenizer) -> Callable[[int], str | None]:
     return lambda token_id: None if token_id in special else tokenizer.id_to_token(token_id)
 
 
-class _BytePieces(dict[int, bytes]):
-    """The bytes each id stands for in a byte-level vocabulary, found on first use."""
+class _BytePieces(dict[int, "str | bytes"]):
+    """What each id stands for in a byte-level vocabulary, found on first use: text where its bytes are whole characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
         self._token = _plain_ids(tokenizer)
 
-    def __missing__(self, token_id: int) -> bytes:
+    def __missing__(self, token_id: int) -> str | bytes:
         token = self._token(token_id) or ""
         try:
-            piece = bytes(_BYTE_OF_CHARACTER[character] for character in token)
+            piece: str | bytes = bytes(_BYTE_OF_CHARACTER[character] for character in token)
+            piece = piece.decode()
         except KeyError:  # an added token that was never written in the byte alphabet stands for its own text
-            piece = token.encode()
+            piece = token
+        except UnicodeDecodeError:  # part of a character
+            pass
         self[token_id] = piece
         return piece
 
@@ -159,13 +162,23 @@ class _ByteLevelStream:
     def __init__(self, pieces: _BytePieces) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._within = False  # a character has begun and not ended
 
     def push(self, token_ids: Iterable[int]) -> str:
-        pieces = self._pieces
-        return self._decoder.decode(b"".join([pieces[token_id] for token_id in token_ids]))
+        pieces, text = self._pieces, ""
+        for token_id in token_ids:
+            piece = pieces[token_id]
+            # Between characters a piece that is whole characters is its own text: nearly every token.
+            text += self._decode(piece) if self._within or isinstance(piece, bytes) else piece
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def _decode(self, piece: str | bytes) -> str:
+        text = self._decoder.decode(piece.encode() if isinstance(piece, str) else piece)
+        self._within = bool(self._decoder.getstate()[0])
+        return text
 
 
 class _TextPieces(dict[int, str]):

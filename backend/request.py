@@ -13,7 +13,10 @@ RequestStatus = Literal["waiting", "running", "preempted", "finished"]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Engine-side state of a request. Times are `time.perf_counter()` seconds."""
+    """Engine-side state of a request. Times are `time.perf_counter()` seconds.
+
+    What the step loop needs at every token is a plain field, worked out once.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -23,7 +26,13 @@ class Request:
     status: RequestStatus = "waiting"
     finish_reason: FinishReason | None = None
     token_ids: list[int] = field(init=False)  # prompt and output
-    num_computed_tokens: int = 0
+    num_prompt_tokens: int = field(init=False)
+    min_num_tokens: int = field(init=False)  # prompt and output; fewer are not ended by an id
+    max_num_tokens: int = field(init=False)  # prompt and output; the scheduler cuts it to the engine's `max_model_len`
+    ending_token_ids: frozenset[int] = field(init=False)  # end this request once `min_tokens` are out
+    num_placeholder_tokens: int = 0  # scheduled to be sampled, ids not known here yet
+    num_computed_tokens: int = 0  # KV present, or on its way in a step that has been scheduled
+    num_slots: int = 0  # tokens that its KV blocks have room for; kept by the `KVCacheManager`
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_recompute_tokens: int = 0  # tokens that had been computed before the last preemption
@@ -31,11 +40,13 @@ class Request:
     scheduled_time: float | None = None
 
     def __post_init__(self) -> None:
+        params = self.sampling_params
         self.token_ids = list(self.prompt_token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
+        self.max_num_tokens = self.num_prompt_tokens + params.max_tokens
+        stops = frozenset(params.stop_token_ids)
+        self.ending_token_ids = stops if params.ignore_eos else stops | self.eos_token_ids
 
     @property
     def num_tokens(self) -> int:
@@ -43,10 +54,4 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.prompt_token_ids)
-
-    @property
-    def ending_token_ids(self) -> frozenset[int]:
-        """Ids that end this request once `min_tokens` are out."""
-        stops = frozenset(self.sampling_params.stop_token_ids)
-        return stops if self.sampling_params.ignore_eos else stops | self.eos_token_ids
+        return len(self.token_ids) - self.num_prompt_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 
@@ -27,7 +27,7 @@ class Chunk:
     """The arguments of `StatsSink.on_chunk`."""
 
     kind: str
-    data: bytes
+    encode: Callable[[], bytes]
     first_step: int
     last_step: int
 
@@ -77,8 +77,8 @@ class BatchBuilder:
             case Phase():
                 self._advance(_STATUS_OF_PHASE.get(record.name, self._status))
                 batch.changes |= self._state() | {"phase": asdict(record)}
-            case Chunk(kind, data, first_step, last_step):
-                batch.add(ChunkRow, chunk_row(self._run_id, kind, data, first_step, last_step))
+            case Chunk(kind, encode, first_step, last_step):
+                batch.add(ChunkRow, chunk_row(self._run_id, kind, encode(), first_step, last_step))
             case RunStart():
                 self._begin(batch, record)
             case RunEnd():

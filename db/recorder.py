@@ -10,7 +10,7 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 
 from sqlalchemy.exc import OperationalError
@@ -73,8 +73,8 @@ class RunRecorder:
     def on_request_finished(self, stats: RequestStats) -> None:
         self._put(stats)
 
-    def on_chunk(self, kind: str, data: bytes, first_step: int, last_step: int) -> None:
-        self._put(Chunk(kind, data, first_step, last_step))
+    def on_chunk(self, kind: str, encode: Callable[[], bytes], first_step: int, last_step: int) -> None:
+        self._put(Chunk(kind, encode, first_step, last_step))
 
     def on_sample(self, sample: TelemetrySample) -> None:
         self._put(sample)

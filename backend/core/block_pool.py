@@ -46,14 +46,16 @@ class BlockPool:
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Give up one reference to each block. Raises `RuntimeError` for a block that has none."""
+        ref_cnt, free = self._ref_cnt, self._free
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
-            if self._ref_cnt[block_id] == 0:
+            count = ref_cnt[block_id] - 1
+            if count < 0:
                 raise RuntimeError(f"block {block_id} is freed twice")
-            self._ref_cnt[block_id] -= 1
-            if self._ref_cnt[block_id] == 0:
-                self._free.append(block_id)
+            ref_cnt[block_id] = count
+            if count == 0:
+                free.append(block_id)
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` unless every block is either free with no reference or referenced, and none is lost."""

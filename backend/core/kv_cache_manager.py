@@ -25,7 +25,7 @@ class KVGroupSpec:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KVAllocation:
     """Blocks newly given to a request, one list per KV group, in logical order."""
 
@@ -77,20 +77,21 @@ class KVCacheManager:
         """
         num_tokens = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
         held = self._block_ids.get(request.request_id) or [[] for _ in range(self._num_groups)]
-        missing = [max(0, -(-num_tokens // self.block_size) - len(blocks)) for blocks in held]
-        taken = self.pool.allocate(sum(missing))
+        # All groups have the same number: a position behind a group's window still has its entry.
+        missing = max(0, -(-num_tokens // self.block_size) - len(held[0]))
+        taken = self.pool.allocate(missing * self._num_groups)
         if taken is None:
             return None
-        new_block_ids = []
-        for blocks, count in zip(held, missing, strict=True):
-            new_block_ids.append(taken[:count])
-            blocks.extend(taken[:count])
-            taken = taken[count:]
+        new_block_ids = [taken[group * missing : (group + 1) * missing] for group in range(self._num_groups)]
+        for blocks, more in zip(held, new_block_ids, strict=True):
+            blocks.extend(more)
         self._block_ids[request.request_id] = held
+        request.num_slots = len(held[0]) * self.block_size
         return KVAllocation(new_block_ids)
 
     def free(self, request: Request) -> None:
         """Give back all blocks of a request; one that holds none is ignored."""
+        request.num_slots = 0
         for blocks in self._block_ids.pop(request.request_id, ()):
             # Last block first, so that a prompt's beginning stays longest in the queue.
             self.pool.free(blocks[::-1])

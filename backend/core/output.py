@@ -1,9 +1,13 @@
-"""What crosses between scheduler, worker and engine: ints and lists, no tensors, no device. Picklable."""
+"""What crosses between scheduler, worker and engine: ints and lists, no tensors, no device. Picklable.
+
+Records are not changed once handed over. Those made anew for every step or token are not `frozen`, only because building
+a frozen one takes several times as long.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from backend.request import FinishReason
 from backend.sampling_params import SamplingParams
@@ -24,24 +28,19 @@ class NewRequestData:
     num_computed_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class CachedRequestData:
-    """What changed for a request the worker knows."""
-
-    request_id: str
-    new_block_ids: list[list[int]]  # one list per KV group
-    num_computed_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SchedulerOutput:
-    """One step's work. The order of `num_scheduled_tokens` is the order of the batch: single-token rows first."""
+    """One step's work. The order of `num_scheduled_tokens` is the order of the batch: single-token rows first.
+
+    Ends are told before arrivals: an id of `finished_request_ids` may be in use again by one of `new_requests`.
+    """
 
     step: int
     new_requests: list[NewRequestData]
-    cached_requests: list[CachedRequestData]
     num_scheduled_tokens: dict[str, int]  # request_id -> tokens to run in this step
-    kinds: dict[str, StepKind]  # request_id -> what those tokens are
+    num_computed_tokens: list[int]  # before this step, in batch order
+    new_block_ids: dict[str, list[list[int]]]  # of requests the worker knows, where there are any; a list per KV group
+    kinds: dict[str, StepKind]  # request_id -> what those tokens are, in batch order
     finished_request_ids: list[str]  # since the last step: the worker forgets them
     preempted_request_ids: list[str]  # in this step: likewise
 
@@ -50,15 +49,33 @@ class SchedulerOutput:
         return sum(self.num_scheduled_tokens.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelRunnerOutput:
-    """Sampled ids per request that had its last known token computed in this step, in batch order."""
+    """For each request that had its last known token computed in this step: what was sampled, or why nothing was."""
 
     sampled_token_ids: dict[str, list[int]]
     errors: dict[str, str] = field(default_factory=dict)  # request_id -> why it has no usable logits
 
 
-@dataclass(frozen=True, slots=True)
+class PendingOutput(Protocol):
+    """A step that has been handed to the worker."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait until the step's tokens are on the host. Asked once, in the order in which the steps were submitted."""
+        ...
+
+
+@dataclass(slots=True)
+class FinishedOutput:
+    """The `PendingOutput` of a step that was carried out at once."""
+
+    output: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        return self.output
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """What one step yielded for one request, still as ids."""
 

@@ -12,47 +12,25 @@ first catch up with the second under a token budget (the idea of vLLM's v1 sched
   running ones still need for theirs.
 - When the pool is exhausted, the request admitted last gives up its blocks and waits at the head of the queue; its tokens
   are kept and recomputed.
+
+Steps may be scheduled before the results of earlier ones are known (asynchronous scheduling). `num_computed_tokens` moves
+on when a step is scheduled, and a token that the step will sample counts as a placeholder until `update_from_output`:
+
+- A request whose placeholders reach its last possible token is not scheduled any more: it is sure to end.
+- One that ends for another reason while later steps hold it is over at once; what those steps sample for it is dropped.
+  Its blocks are free at once too, for the worker carries out steps in their order.
+- One that is preempted with placeholders keeps its place, and is not admitted before their ids are known.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from operator import attrgetter
 
 from backend.core.kv_cache_manager import KVCacheManager
-from backend.core.output import (
-    CachedRequestData,
-    ModelRunnerOutput,
-    NewRequestData,
-    RequestOutput,
-    SchedulerOutput,
-    StepKind,
-)
+from backend.core.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
+from backend.core.step_plan import StepPlan, num_needed
 from backend.request import FinishReason, Request
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step while it is being put together."""
-
-    budget: int
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    new_block_ids: dict[str, list[list[int]]] = field(default_factory=dict)
-    admitted: set[str] = field(default_factory=set)
-    preempted: list[str] = field(default_factory=list)
-
-    def add(self, request: Request, num_tokens: int, block_ids: list[list[int]]) -> None:
-        known = self.new_block_ids.setdefault(request.request_id, [[] for _ in block_ids])
-        for blocks, more in zip(known, block_ids, strict=True):
-            blocks.extend(more)
-        self.num_scheduled_tokens[request.request_id] = (
-            self.num_scheduled_tokens.get(request.request_id, 0) + num_tokens
-        )
-        self.budget -= num_tokens
-
-    def remove(self, request: Request) -> None:
-        self.budget += self.num_scheduled_tokens.pop(request.request_id, 0)
-        self.new_block_ids.pop(request.request_id, None)
 
 
 class Scheduler:
@@ -75,9 +53,12 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self._step = 0
         self._finished_request_ids: list[str] = []
+        # Per step without a result: the requests it samples. Not by id, which another request may have by then.
+        self._in_flight: deque[tuple[int, list[Request]]] = deque()
 
     def add_request(self, request: Request) -> None:
         """Queue a request. The caller has checked that it fits `max_model_len` and the pool."""
+        request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
         self.requests[request.request_id] = request
         self.waiting.append(request)
 
@@ -97,93 +78,122 @@ class Scheduler:
         return bool(self.requests)
 
     def schedule(self) -> SchedulerOutput:
-        """Choose the next step's tokens and take blocks for them. A step that can only preempt has none."""
-        plan = _Plan(self.max_num_batched_tokens)
-        self._schedule_decodes(plan)
-        self._schedule_prompts(plan)
-        if not plan.preempted:
+        """Choose the next step's tokens and take blocks for them. A step that can only preempt has none.
+
+        An output with neither is no step and is not to be carried out: there is nothing to do before a result comes.
+        """
+        decodes, prompts = [], []
+        for request in self.running:
+            computed = request.num_computed_tokens
+            if len(request.token_ids) + request.num_placeholder_tokens - computed > 1:
+                prompts.append(request)
+            elif computed + 1 < request.max_num_tokens:  # else its last possible token is on its way
+                decodes.append(request)
+        plan = StepPlan(self.max_num_batched_tokens, len(prompts))
+        self._schedule_decodes(plan, decodes)
+        self._schedule_prompts(plan, prompts)
+        if self.waiting and not plan.preempted:
             self._admit_waiting(plan)
+        if plan.num_prompts and not plan.preempted:
             self._spend_rest(plan)
         return self._to_output(plan)
 
     def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
-        """Take in what the step computed; one entry per request that got a token or ended."""
+        """Take in what the step computed; one entry per request that got a token or ended.
+
+        Steps with tokens come here in the order in which they were scheduled.
+        """
+        if not scheduled.num_scheduled_tokens:
+            return []
+        step, requests = self._in_flight.popleft()
+        if step != scheduled.step:
+            raise RuntimeError(f"the result of step {scheduled.step} came before that of step {step}")
+        sampled = output.sampled_token_ids
         outputs = []
-        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
-            request = self.requests.get(request_id)
-            if request is None:
+        for request in requests:
+            if request.status == "finished":
                 continue
-            request.num_computed_tokens += num_tokens
-            error = output.errors.get(request_id)
-            if error is not None:
+            request_id = request.request_id
+            request.num_placeholder_tokens -= 1
+            if request_id in sampled:
+                new_token_ids = self._append(request, sampled[request_id])
+                outputs.append(RequestOutput(request_id, new_token_ids, request.finish_reason))
+            else:
                 self._finish(request, "error")
-                outputs.append(RequestOutput(request_id, [], "error", error))
-                continue
-            sampled = output.sampled_token_ids.get(request_id)
-            if sampled:
-                outputs.append(self._append(request, sampled))
+                outputs.append(RequestOutput(request_id, [], "error", output.errors[request_id]))
         return outputs
 
-    def _schedule_decodes(self, plan: _Plan) -> None:
-        decodes = sorted(
-            (request for request in self.running if _num_needed(request) == 1),
-            key=lambda request: request.last_scheduled_step,
-        )
+    def _schedule_decodes(self, plan: StepPlan, decodes: list[Request]) -> None:
         kept = 0
-        if len(decodes) >= plan.budget and (
-            len(decodes) < len(self.running) or self._head_can_be_admitted(self._owed_blocks())
-        ):
-            kept = 1 if plan.budget > 1 else self._step % 2  # a budget of one token serves both kinds in turn
+        if len(decodes) >= plan.budget:
+            decodes = sorted(decodes, key=attrgetter("last_scheduled_step"))
+            if plan.num_prompts or (self._may_admit() and self._head_fits(self._owed_blocks())):
+                kept = 1 if plan.budget > 1 else self._step % 2  # a budget of one token serves both kinds in turn
+        num_tokens = plan.num_tokens
         for request in decodes:
             if plan.budget <= kept:
                 break
-            if request.status == "running":  # and not preempted for one before it
+            if request.num_computed_tokens < request.num_slots:
+                num_tokens[request] = 1
+                plan.budget -= 1
+            elif request.status == "running":  # and not preempted for one before it
                 self._schedule(plan, request, 1)
 
-    def _schedule_prompts(self, plan: _Plan) -> None:
-        prompts = [request for request in self.running if _num_needed(request) > 1]
+    def _schedule_prompts(self, plan: StepPlan, prompts: list[Request]) -> None:
         for request in prompts:
-            num_tokens = self._share(plan, request)
             if plan.budget == 0:
                 break
-            if request is not prompts[0] and num_tokens < min(_num_needed(request), self.max_num_batched_tokens // 8):
+            if request.status != "running":
+                continue
+            num_tokens = self._share(plan, request, plan.num_prompts - 1)
+            if request is not prompts[0] and num_tokens < min(num_needed(request), self.max_num_batched_tokens // 8):
                 continue  # a sliver would cost a row of the batch and bring its first token no nearer
-            if request.status == "running":
-                self._schedule(plan, request, num_tokens)
+            self._schedule(plan, request, num_tokens)
 
-    def _schedule(self, plan: _Plan, request: Request, num_tokens: int) -> None:
+    def _schedule(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
         """Give a running request its blocks, preempting from the back of the line until it has them or is out itself."""
         while (allocation := self.kv_cache_manager.allocate_slots(request, num_tokens)) is None:
             victim = self.running[-1]
             plan.remove(victim)
-            self._preempt(victim)
+            plan.num_prompts -= num_needed(victim) > 1
             plan.preempted.append(victim.request_id)
+            self._preempt(victim)
             if victim is request:
                 return
         plan.add(request, num_tokens, allocation.block_ids)
 
-    def _head_can_be_admitted(self, owed: int) -> bool:
-        """Whether a slot is free and the pool holds the next request beside the `owed` blocks."""
-        if not self.waiting or len(self.running) >= self.max_num_seqs:
-            return False
+    def _may_admit(self) -> bool:
+        """Whether a slot is free and all tokens of the next request are known."""
+        return (
+            bool(self.waiting) and len(self.running) < self.max_num_seqs and self.waiting[0].num_placeholder_tokens == 0
+        )
+
+    def _head_fits(self, owed: int) -> bool:
+        """Whether the pool holds the next request beside the `owed` blocks."""
         manager = self.kv_cache_manager
         room = manager.pool.num_free_blocks + manager.pool.num_evictable_blocks
         return owed + manager.blocks_needed(self.waiting[0].num_tokens) <= room
 
     def _owed_blocks(self) -> int:
-        """Blocks that running requests still need for the tokens they have."""
-        return sum(map(self._missing_blocks, self.running)) if self.waiting else 0
+        """Blocks that running requests still need for the tokens they have, those on their way included."""
+        return sum(map(self._missing_blocks, self.running))
 
     def _missing_blocks(self, request: Request) -> int:
+        num_tokens = len(request.token_ids) + request.num_placeholder_tokens
+        if num_tokens <= request.num_slots:
+            return 0
         manager = self.kv_cache_manager
-        return max(0, manager.blocks_needed(request.num_tokens) - manager.num_blocks_of(request))
+        return manager.blocks_needed(num_tokens) - manager.num_blocks_of(request)
 
-    def _admit_waiting(self, plan: _Plan) -> None:
+    def _admit_waiting(self, plan: StepPlan) -> None:
         manager = self.kv_cache_manager
-        owed = self._owed_blocks()
-        while plan.budget > 0 and self._head_can_be_admitted(owed):
+        owed: int | None = None
+        while plan.budget > 0 and self._may_admit():
+            owed = self._owed_blocks() if owed is None else owed
+            if not self._head_fits(owed):
+                return
             request = self.waiting[0]
-            num_tokens = self._share(plan, request)
+            num_tokens = self._share(plan, request, plan.num_prompts)
             allocation = manager.allocate_slots(request, num_tokens)
             if allocation is None:
                 raise RuntimeError("the pool refused blocks that it had counted as free")
@@ -191,30 +201,27 @@ class Scheduler:
             self.waiting.popleft()
             request.status = "running"
             self.running.append(request)
-            plan.admitted.add(request.request_id)
+            plan.num_prompts += num_needed(request) > 1
+            plan.admitted.append(request)
             plan.add(request, num_tokens, allocation.block_ids)
 
-    def _spend_rest(self, plan: _Plan) -> None:
+    def _spend_rest(self, plan: StepPlan) -> None:
         """Hand what nobody else wanted to the prompts that had been held to a share."""
-        for request in self.running:
-            scheduled = plan.num_scheduled_tokens.get(request.request_id, 0)
-            more = min(_num_needed(request) - scheduled, plan.budget)
-            if scheduled == 0 or more <= 0:
+        for request, scheduled in list(plan.num_tokens.items()):
+            more = min(num_needed(request) - scheduled, plan.budget)
+            if more <= 0:
                 continue
             allocation = self.kv_cache_manager.allocate_slots(request, scheduled + more)
             if allocation is not None:
                 plan.add(request, more, allocation.block_ids)
 
-    def _share(self, plan: _Plan, request: Request) -> int:
+    def _share(self, plan: StepPlan, request: Request, num_other_prompts: int) -> int:
         """Tokens this prompt may run now, at least one."""
-        needed, available = _num_needed(request), plan.budget
+        needed, available = num_needed(request), plan.budget
         others_wait = bool(self.waiting) and (len(self.waiting) > 1 or self.waiting[0] is not request)
-        if needed > self.max_num_batched_tokens // 2 and (others_wait or self._another_prompt_runs(request)):
+        if needed > self.max_num_batched_tokens // 2 and (others_wait or num_other_prompts):
             available //= 2
         return max(1, min(needed, available))
-
-    def _another_prompt_runs(self, request: Request) -> bool:
-        return any(other is not request and _num_needed(other) > 1 for other in self.running)
 
     def _preempt(self, request: Request) -> None:
         self.kv_cache_manager.free(request)
@@ -225,20 +232,18 @@ class Scheduler:
         request.num_preemptions += 1
         self.waiting.appendleft(request)
 
-    def _append(self, request: Request, sampled: list[int]) -> RequestOutput:
-        """Take sampled tokens up to the first that ends the request."""
-        new_token_ids: list[int] = []
-        params = request.sampling_params
-        for token_id in sampled:
-            if token_id in request.ending_token_ids and request.num_output_tokens >= params.min_tokens:
+    def _append(self, request: Request, sampled: list[int]) -> list[int]:
+        """Take sampled tokens up to the first that ends the request; those of them that belong to its output."""
+        token_ids = request.token_ids
+        for index, token_id in enumerate(sampled):
+            if token_id in request.ending_token_ids and len(token_ids) >= request.min_num_tokens:
                 self._finish(request, "stop")
-                break
-            request.token_ids.append(token_id)
-            new_token_ids.append(token_id)
-            if request.num_output_tokens >= params.max_tokens or request.num_tokens >= self.max_model_len:
+                return sampled[:index]
+            token_ids.append(token_id)
+            if len(token_ids) >= request.max_num_tokens:
                 self._finish(request, "length")
-                break
-        return RequestOutput(request.request_id, new_token_ids, request.finish_reason)
+                return sampled[: index + 1]
+        return sampled
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self.kv_cache_manager.free(request)
@@ -251,50 +256,24 @@ class Scheduler:
         request.finish_reason = reason
         del self.requests[request.request_id]
 
-    def _to_output(self, plan: _Plan) -> SchedulerOutput:
-        new_requests, cached_requests = [], []
-        # Single-token rows first: attention handles them as one batch.
-        order = sorted(plan.num_scheduled_tokens.items(), key=lambda item: item[1] > 1)
-        for request_id, _ in order:
-            request = self.requests[request_id]
-            request.last_scheduled_step = self._step
-            if request_id in plan.admitted:
-                new_requests.append(
-                    NewRequestData(
-                        request_id=request_id,
-                        token_ids=list(request.token_ids),
-                        num_prompt_tokens=request.num_prompt_tokens,
-                        sampling_params=request.sampling_params,
-                        banned_token_ids=tuple(sorted(request.ending_token_ids)),
-                        block_ids=plan.new_block_ids[request_id],
-                        num_computed_tokens=request.num_computed_tokens,
-                    )
-                )
-            else:
-                cached_requests.append(
-                    CachedRequestData(request_id, plan.new_block_ids[request_id], request.num_computed_tokens)
-                )
-        output = SchedulerOutput(
-            step=self._step,
-            new_requests=new_requests,
-            cached_requests=cached_requests,
-            num_scheduled_tokens=dict(order),
-            kinds={request_id: _kind(self.requests[request_id]) for request_id, _ in order},
-            finished_request_ids=self._finished_request_ids,
-            preempted_request_ids=plan.preempted,
-        )
+    def _to_output(self, plan: StepPlan) -> SchedulerOutput:
+        if not plan.num_tokens and not plan.preempted:
+            return SchedulerOutput(self._step, [], {}, [], {}, {}, [], [])
+        plan.put_single_tokens_first()
+        output = plan.to_output(self._step, self._finished_request_ids)
+        if plan.num_tokens:
+            self._in_flight.append((self._step, self._advance(plan.num_tokens)))
         self._step += 1
         self._finished_request_ids = []
         return output
 
-
-def _num_needed(request: Request) -> int:
-    """Tokens until the next one can be sampled."""
-    return request.num_tokens - request.num_computed_tokens
-
-
-def _kind(request: Request) -> StepKind:
-    """What the next tokens of a request are: a chunk that spans two kinds counts as the first."""
-    if request.num_computed_tokens < request.num_recompute_tokens:
-        return "recompute"
-    return "prefill" if request.num_computed_tokens < request.num_prompt_tokens else "decode"
+    def _advance(self, rows: dict[Request, int]) -> list[Request]:
+        """Count the step's tokens as computed; the requests that it samples, each with one more placeholder."""
+        step, sampled = self._step, []
+        for request, num_tokens in rows.items():
+            request.last_scheduled_step = step
+            request.num_computed_tokens = computed = request.num_computed_tokens + num_tokens
+            if computed == len(request.token_ids) + request.num_placeholder_tokens:
+                request.num_placeholder_tokens += 1
+                sampled.append(request)
+        return sampled

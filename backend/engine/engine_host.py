@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from backend.config import EngineConfig
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from backend.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+STEPPING_SWITCH_INTERVAL_S = 0.0005  # shorter ones gain nothing more
+STEPPING_GC_THRESHOLD = 5000
 
 HostState = Literal["empty", "loading", "ready", "failed", "closed"]
 EventListener = Callable[[StreamEvent], None]
@@ -90,7 +94,7 @@ class EngineHost:
 
     def set_sink(self, sink: StatsSink | None) -> None:
         """Send step records to `sink` from the next step on; the old sink has all of its own when this returns."""
-        self._call(lambda: self._require().engine.set_sink(sink))
+        self._call(lambda: self._set_sink(sink))
 
     def reset_peak_memory(self) -> None:
         self._call(lambda: self._require().engine.executor.reset_peak())
@@ -136,32 +140,34 @@ class EngineHost:
 
     def _loop(self) -> None:
         while not self._closing:
-            self._run_commands()
-            loaded = self._loaded
-            if loaded is not None and loaded.engine.has_unfinished_requests():
-                self._step(loaded)
+            self._run_commands(wait=True)
+            if self._has_work():
+                with _stepping():
+                    while self._has_work() and not self._closing:
+                        self._step(self._require().engine.step)
+                        self._run_commands()
         self._unload("the engine was closed")
         self._state = "closed"
-        self._run_commands(wait=False)  # nobody may be left waiting for an answer
+        self._run_commands()  # nobody may be left waiting for an answer
 
-    def _run_commands(self, wait: bool = True) -> None:
-        """All commands that are there; with nothing to step, wait for the first."""
+    def _has_work(self) -> bool:
         loaded = self._loaded
-        idle = wait and not (loaded is not None and loaded.engine.has_unfinished_requests())
-        try:
-            while True:
-                command = self._commands.get(block=idle)
-                idle = False
-                try:
-                    command()
-                except Exception:
-                    logger.exception("a command failed on the engine's thread")
-        except Empty:
-            return
+        return loaded is not None and loaded.engine.has_unfinished_requests()
 
-    def _step(self, loaded: LoadedEngine) -> None:
+    def _run_commands(self, wait: bool = False) -> None:
+        """All commands that are there; with `wait`, at least one."""
+        while wait or not self._commands.empty():  # this thread alone takes from the queue
+            command = self._commands.get()
+            wait = False
+            try:
+                command()
+            except Exception:
+                logger.exception("a command failed on the engine's thread")
+
+    def _step(self, step: Callable[[], list[StreamEvent]]) -> None:
+        """Let the engine do `step` and deliver what it yields; an engine that fails is unloaded."""
         try:
-            events = loaded.engine.step()
+            events = step()
         except Exception as error:
             logger.exception("the engine failed in a step")
             reason = str(error) if isinstance(error, ServeLabError) else f"{type(error).__name__}: {error}"
@@ -173,10 +179,17 @@ class EngineHost:
             self._deliver(event)
 
     def _deliver(self, event: StreamEvent) -> None:
-        listener = self._listeners[event.request_id]
-        if event.finish_reason is not None:
-            del self._listeners[event.request_id]
+        if event.finish_reason is None:
+            listener = self._listeners[event.request_id]
+        else:
+            listener = self._listeners.pop(event.request_id)
         _tell(listener, event)
+
+    def _set_sink(self, sink: StatsSink | None) -> None:
+        self._step(self._require().engine.drain)
+        self._require().engine.set_sink(sink)
+        if sink is not None and not self._has_work():
+            _freeze_objects()  # a run begins; pages have brought in modules since the model was loaded
 
     def _load(self, config: EngineConfig, on_phase: Callable[[Phase], None]) -> EngineInfo:
         from backend.engine.loading import load_engine, model_fingerprint  # torch comes in here, and not before
@@ -197,9 +210,7 @@ class EngineHost:
             raise
         self._identity = identity
         self._state = "ready"
-        # Modules and the engine live on: a collection need not walk them again and hold up a step for a tenth of a second.
-        gc.collect()
-        gc.freeze()
+        _freeze_objects()
         return self._loaded.info
 
     def _unload(self, reason: str) -> None:
@@ -236,6 +247,33 @@ class EngineHost:
         event = self._loaded.engine.abort_request(request_id) if self._loaded else None
         if event is not None:
             self._deliver(event)
+
+
+def _freeze_objects() -> None:
+    """Take what lives now out of later collections, each of which would walk it and hold up a step for a tenth of a second."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+@contextmanager
+def _stepping() -> Iterator[None]:
+    """How the interpreter is shared while steps run.
+
+    A thread that computes gives it up after 0.5 ms. The usual 5 ms are paid whenever the step loop has let go of it, as in
+    most tensor operations: a page that is being drawn beside it then makes steps several times as long.
+
+    Young objects are not looked through before there are more of them than a step makes and drops: with the usual 700, a
+    step of some 200 requests would start a collection each time, and every hundredth a full one.
+    """
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(STEPPING_SWITCH_INTERVAL_S)
+    gc.set_threshold(STEPPING_GC_THRESHOLD, *thresholds[1:])
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*thresholds)
 
 
 def _tell(listener: EventListener, event: StreamEvent) -> None:

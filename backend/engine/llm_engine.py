@@ -1,12 +1,19 @@
-"""`LLMEngine`: the step loop. schedule -> execute -> update, and the records of each step."""
+"""`LLMEngine`: the step loop. schedule -> submit -> result -> update, and the records of each step.
+
+With asynchronous scheduling a step is scheduled and submitted before the result of the one before it is taken, so that the
+device has its next work when it finishes; all of the host's work then runs beside the device's.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import compress
 
 from backend.config import EngineConfig
 from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
-from backend.core.output import SchedulerOutput
+from backend.core.output import PendingOutput, SchedulerOutput
 from backend.core.scheduler import Scheduler
 from backend.engine.output_processor import OutputProcessor
 from backend.errors import EngineError, RequestError
@@ -19,6 +26,17 @@ from backend.worker.executor import Executor
 from backend.workload.targets import StreamEvent
 
 LEDGER_INTERVAL_S = 0.5  # a killed process loses no more of the ledger than of the other records
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in flight. Times are `time.perf_counter()` seconds."""
+
+    scheduled: SchedulerOutput
+    pending: PendingOutput
+    started: float  # to be scheduled
+    submitted: float
+    blocks: tuple[int, int, int]  # referenced, evictable, free
 
 
 class LLMEngine:
@@ -58,6 +76,9 @@ class LLMEngine:
         self._ledger = StepLedger()
         self._ledger_time = 0.0  # of the first step since the last chunk
         self._step = 0
+        self._in_flight: deque[_Step] = deque()
+        self._max_ahead = 1 if scheduler.async_scheduling else 0  # steps in flight beside the one that is waited for
+        self._last_result = self._last_end = 0.0  # of the step before
 
     def check_request(self, token_ids: list[int], sampling: SamplingParams) -> None:
         """Raise `RequestError` for a request that could never be served. Safe from any thread."""
@@ -95,82 +116,103 @@ class LLMEngine:
         return self._output_processor.process(output, time.perf_counter())[0] if output else None
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished_requests()
+        """Whether there is something to `step` for, a result that nobody waits for any more included."""
+        return bool(self._in_flight) or self.scheduler.has_unfinished_requests()
 
     def set_sink(self, sink: StatsSink | None) -> None:
-        """Send the records of following steps to `sink`, numbered from 0; the old sink gets the rest of its ledger."""
+        """Send the records of following steps to `sink`, numbered from 0; the old sink gets the rest of its ledger.
+
+        Steps in flight would be recorded by the new one: `drain` first.
+        """
         self._emit_chunk(self._ledger.flush())
         self._sink = sink
         self._step = 0
 
     def step(self) -> list[StreamEvent]:
-        """One iteration over the unfinished requests; what it yielded, in batch order."""
+        """One iteration over the unfinished requests; what it yielded, in batch order.
+
+        With asynchronous scheduling that is what the step submitted before it yielded, and nothing after an idle time.
+        """
+        step = self._submit()
+        if step is not None:
+            self._in_flight.append(step)
+            if len(self._in_flight) <= self._max_ahead:
+                return []
+        elif not self._in_flight:
+            raise EngineError("no waiting request can be scheduled although the engine is idle")
+        return self._complete(self._in_flight.popleft())
+
+    def drain(self) -> list[StreamEvent]:
+        """Take the results of all steps in flight and start none; what they yielded."""
+        events = []
+        while self._in_flight:
+            events += self._complete(self._in_flight.popleft())
+        return events
+
+    def _submit(self) -> _Step | None:
+        """Hand the next step to the executor; None when none can be scheduled."""
         started = time.perf_counter()
         scheduled = self.scheduler.schedule()
         if not scheduled.num_scheduled_tokens and not scheduled.preempted_request_ids:
-            raise EngineError("no waiting request can be scheduled although the engine is idle")
-        for request_id in scheduled.num_scheduled_tokens:
-            request = self.scheduler.requests[request_id]
+            return None
+        for new in scheduled.new_requests:
+            request = self.scheduler.requests[new.request_id]
             if request.scheduled_time is None:
                 request.scheduled_time = started
         pool = self.scheduler.kv_cache_manager.pool
         blocks = (pool.num_referenced_blocks, pool.num_evictable_blocks, pool.num_free_blocks)
-        schedule_done = time.perf_counter()
-        output = self.executor.execute(scheduled)
-        execute_done = time.perf_counter()
-        events = []
-        for request_output in self.scheduler.update_from_output(scheduled, output):
-            event, stopped = self._output_processor.process(request_output, execute_done)
-            if stopped:
-                self.scheduler.finish_request(event.request_id, "stop")
-            events.append(event)
-        self._record(scheduled, events, blocks, started, schedule_done, execute_done)
+        submitted = time.perf_counter()  # before: an executor may carry the step out at once
+        return _Step(scheduled, self.executor.submit(scheduled), started, submitted, blocks)
+
+    def _complete(self, step: _Step) -> list[StreamEvent]:
+        output = step.pending.result()
+        result = time.perf_counter()
+        outputs = self.scheduler.update_from_output(step.scheduled, output)
+        events, stopped = self._output_processor.process_step(outputs, result)
+        for request_id in stopped:
+            self.scheduler.finish_request(request_id, "stop")
+        if self._sink is not None:
+            end = self._record(self._sink, step, events, result)
+        else:
+            end = time.perf_counter()
+        self._last_result, self._last_end = result, end
         return events
 
-    def _record(
-        self,
-        scheduled: SchedulerOutput,
-        events: list[StreamEvent],
-        blocks: tuple[int, int, int],
-        started: float,
-        schedule_done: float,
-        execute_done: float,
-    ) -> None:
-        if self._sink is None:
-            return
-        total = scheduled.total_num_scheduled_tokens
-        decoded = sum(n for key, n in scheduled.num_scheduled_tokens.items() if scheduled.kinds[key] == "decode")
-        chunk = self._ledger.append(
-            self._step, [(key, n, scheduled.kinds[key]) for key, n in scheduled.num_scheduled_tokens.items()]
-        )
-        self._emit_chunk(chunk)
+    def _record(self, sink: StatsSink, step: _Step, events: list[StreamEvent], result: float) -> float:
+        """Tell the sink of a step; when the step ended."""
+        scheduled = step.scheduled
+        num_tokens, kinds = scheduled.num_scheduled_tokens, scheduled.kinds.values()
+        total = sum(num_tokens.values())
+        decoded = sum(compress(num_tokens.values(), map("decode".__eq__, kinds)))
+        self._emit_chunk(self._ledger.append(self._step, num_tokens, num_tokens.values(), kinds))
         end = time.perf_counter()
         if self._ledger.num_steps == 1:
-            self._ledger_time = started
+            self._ledger_time = step.started
         if end - self._ledger_time > LEDGER_INTERVAL_S or not self.has_unfinished_requests():
             self._emit_chunk(self._ledger.flush())
-        self._sink.on_step(
+        sink.on_step(
             StepStats(
                 step=self._step,
                 end_time=end,
-                duration_ms=(end - started) * 1e3,
-                schedule_ms=(schedule_done - started) * 1e3,
-                execute_ms=(execute_done - schedule_done) * 1e3,
-                process_ms=(end - execute_done) * 1e3,
-                num_scheduled_requests=len(scheduled.num_scheduled_tokens),
+                duration_ms=(end - max(step.started, self._last_end)) * 1e3,
+                schedule_ms=(step.submitted - step.started) * 1e3,
+                execute_ms=(result - max(step.submitted, self._last_result)) * 1e3,
+                process_ms=(end - result) * 1e3,
+                num_scheduled_requests=len(num_tokens),
                 num_prefill_tokens=total - decoded,
                 num_decode_tokens=decoded,
-                num_output_tokens=sum(len(event.token_ids) for event in events),
+                num_output_tokens=sum([len(event.token_ids) for event in events]),
                 num_running=len(self.scheduler.running),
                 num_waiting=len(self.scheduler.waiting),
                 num_preempted=len(scheduled.preempted_request_ids),
-                num_referenced_blocks=blocks[0],
-                num_evictable_blocks=blocks[1],
-                num_free_blocks=blocks[2],
+                num_referenced_blocks=step.blocks[0],
+                num_evictable_blocks=step.blocks[1],
+                num_free_blocks=step.blocks[2],
             )
         )
         self._step += 1
+        return end
 
     def _emit_chunk(self, chunk: LedgerChunk | None) -> None:
         if chunk is not None and self._sink is not None:
-            self._sink.on_chunk(LEDGER_KIND, chunk.data, chunk.first_step, chunk.last_step)
+            self._sink.on_chunk(LEDGER_KIND, *chunk)

@@ -72,6 +72,9 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
         resolved, notices = _fit_to_pool(config, resolved, num_blocks)
         assert resolved.model.max_model_len is not None
         runner.initialize_kv_cache(num_blocks, resolved.model.max_model_len)
+        runner.capture_cuda_graphs(
+            resolved.model.max_model_len, lambda done, total: on_phase(Phase("capturing graphs", done, total, "graphs"))
+        )
     except BaseException:
         runner.shutdown()
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from backend.core.output import RequestOutput
@@ -15,7 +16,7 @@ from backend.workload.targets import StreamEvent
 class _TextState:
     request: Request
     stream: TokenStream
-    stop_filter: StopStringFilter
+    stop_filter: StopStringFilter | None  # None without stop strings
 
 
 class OutputProcessor:
@@ -26,8 +27,25 @@ class OutputProcessor:
         self._states: dict[str, _TextState] = {}
 
     def add_request(self, request: Request) -> None:
-        stop_filter = StopStringFilter(request.sampling_params.stop)
+        stop = request.sampling_params.stop
+        stop_filter = StopStringFilter(stop) if stop else None
         self._states[request.request_id] = _TextState(request, self._tokenizer.new_stream(), stop_filter)
+
+    def process_step(self, outputs: Iterable[RequestOutput], time: float) -> tuple[list[StreamEvent], list[str]]:
+        """The events of a whole step, and the ids of the requests that a stop string has ended."""
+        events, stopped = [], []
+        states = self._states
+        for output in outputs:
+            state = states[output.request_id]
+            if output.finish_reason is None and state.stop_filter is None:  # nearly always
+                token_ids = output.new_token_ids
+                events.append(StreamEvent(output.request_id, time, tuple(token_ids), state.stream.push(token_ids)))
+                continue
+            event, ended_by_text = self.process(output, time)
+            events.append(event)
+            if ended_by_text:
+                stopped.append(output.request_id)
+        return events, stopped
 
     def process(self, output: RequestOutput, time: float) -> tuple[StreamEvent, bool]:
         """The event for a client, and whether a stop string has ended a request that the scheduler still runs.
@@ -63,10 +81,15 @@ class OutputProcessor:
 
     def _push(self, state: _TextState, token_ids: list[int]) -> tuple[str, bool]:
         delta = state.stream.push(token_ids)
+        if state.stop_filter is None:
+            return delta, False
         may_end = state.request.num_output_tokens >= state.request.sampling_params.min_tokens
         return state.stop_filter.push(delta, may_end=may_end)
 
     def _flush(self, state: _TextState) -> str:
         """What was held back: the text of an unfinished character, and what might have begun a stop string."""
-        released, stopped = state.stop_filter.push(state.stream.flush())
+        rest = state.stream.flush()
+        if state.stop_filter is None:
+            return rest
+        released, stopped = state.stop_filter.push(rest)
         return released if stopped else released + state.stop_filter.flush()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from io import StringIO
 from queue import SimpleQueue
 from typing import Literal
 
@@ -29,51 +31,54 @@ class Flight:
     warmup: bool
     arrival_time: float
     ended: SimpleQueue[Flight]
-    events: list[StreamEvent] = field(default_factory=list)
-    num_tokens: int = 0
-    first_time: float | None = None  # of the deliveries so far
-    last_time: float | None = None
+    # An event is taken apart at once, into arrays and a text that the garbage collector need not look through: thousands of
+    # events, or of numbers in lists, for as long as the requests run would make it hold up the target's thread.
+    emission_times: array[float] = field(default_factory=lambda: array("d"))  # of the events that had tokens
+    emission_tokens: array[int] = field(default_factory=lambda: array("q"))
+    token_ids: array[int] = field(default_factory=lambda: array("q"))
+    text: StringIO = field(default_factory=StringIO)
+    last: StreamEvent | None = None  # the one that ended it
 
     def on_event(self, event: StreamEvent) -> None:
-        self.events.append(event)
-        if event.token_ids:
-            if self.first_time is None:
-                self.first_time = event.time
-            self.last_time = event.time
-            self.num_tokens += len(event.token_ids)
+        token_ids = event.token_ids
+        if token_ids:
+            self.token_ids.extend(token_ids)
+            self.emission_tokens.append(len(token_ids))
+            self.emission_times.append(event.time)
+        self.text.write(event.text)
         if event.finish_reason is not None:
+            self.last = event
             self.ended.put(self)
 
     def end(self, time: float, finish_reason: Literal["abort", "error"], error: str | None) -> RequestStats:
         """The record of a request whose target said no last word."""
-        self.events.append(StreamEvent(self.request_id, time, (), "", finish_reason, error))
+        self.last = StreamEvent(self.request_id, time, (), "", finish_reason, error)
         return self.stats()
 
     def stats(self) -> RequestStats:
         """The record of a request that has ended. Tokens are counted by id; an event without any is no delivery."""
-        events, last = self.events, self.events[-1]
-        deliveries = [event for event in events if event.token_ids]
-        token_ids = tuple(token_id for event in deliveries for token_id in event.token_ids)
-        reason = last.finish_reason or "error"
+        last = self.last
+        if last is None or last.finish_reason is None:
+            raise RuntimeError(f"request {self.request_id} has not ended")
         return RequestStats(
             request_id=self.request_id,
             index=self.request.index,
             warmup=self.warmup,
-            status=_STATUS[reason],
-            finish_reason=reason,
+            status=_STATUS[last.finish_reason],
+            finish_reason=last.finish_reason,
             error=last.error,
             arrival_time=self.arrival_time,
             scheduled_time=last.scheduled_time,
-            emission_times=tuple(event.time for event in deliveries),
-            emission_tokens=tuple(len(event.token_ids) for event in deliveries),
+            emission_times=tuple(self.emission_times),
+            emission_tokens=tuple(self.emission_tokens),
             finish_time=last.time,
             num_prompt_tokens=last.num_prompt_tokens,
-            num_output_tokens=len(token_ids),
+            num_output_tokens=len(self.token_ids),
             num_cached_tokens=last.num_cached_tokens,
             num_preemptions=last.num_preemptions,
             prompt=self.request.prompt.text,
-            text="".join(event.text for event in events),
-            token_ids=token_ids,
+            text=self.text.getvalue(),
+            token_ids=tuple(self.token_ids),
         )
 
 
@@ -81,10 +86,11 @@ def under_way(flights: Collection[Flight]) -> UnderWay:
     """What can be told of requests before they end."""
     ttft, tpot = [], []
     for flight in flights:
-        # Read once each, the last first: the target's thread may add a delivery meanwhile.
-        num_tokens, last, first = flight.num_tokens, flight.last_time, flight.first_time
-        if flight.warmup or first is None or last is None:
+        times = flight.emission_times
+        if flight.warmup or not times:
             continue
+        # Read once each, the tokens first: the target's thread may add a delivery meanwhile.
+        num_tokens, last, first = len(flight.token_ids), times[-1], times[0]
         ttft.append((first - flight.arrival_time) * 1e3)
         so_far = tpot_ms_between(first, last, num_tokens) if last > first else None
         if so_far is not None:

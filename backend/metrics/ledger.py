@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable
+from array import array
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -49,52 +50,66 @@ class LedgerStep(NamedTuple):
 class LedgerChunk(NamedTuple):
     """In the order of `StatsSink.on_chunk`'s arguments after the kind."""
 
-    data: bytes
+    encode: Callable[[], bytes]
     first_step: int
     last_step: int
 
 
 class StepLedger:
-    """Collects steps in the engine thread. `append` only extends lists; encoding comes once per chunk."""
+    """Collects steps in the engine's thread. `append` only extends columns; who wants a chunk's bytes encodes them."""
 
     def __init__(self) -> None:
-        self._clear()
+        self._columns = _Columns()
 
     @property
     def num_steps(self) -> int:
         """Steps since the last chunk."""
-        return len(self._steps)
+        return len(self._columns.steps)
 
-    def append(self, step: int, entries: Iterable[tuple[str, int, StepKind]]) -> LedgerChunk | None:
-        """Add a step's (request_id, num_scheduled_tokens, kind) in batch order. Gives the chunk that is full now."""
-        ids, before = self._id_index, len(self._tokens)
-        for request_id, num_tokens, kind in entries:
-            self._ids.append(ids.setdefault(request_id, len(ids)))
-            self._tokens.append(num_tokens)
-            self._kinds.append(_KIND_CODES[kind])
-        self._steps.append(step)
-        self._counts.append(len(self._tokens) - before)
-        return self.flush() if len(self._steps) >= STEPS_PER_CHUNK else None
+    def append(
+        self, step: int, request_ids: Iterable[str], num_scheduled_tokens: Iterable[int], kinds: Iterable[StepKind]
+    ) -> LedgerChunk | None:
+        """Add a step's entries, column by column, in batch order. Gives the chunk that is full now."""
+        columns = self._columns
+        before = len(columns.kinds)
+        columns.id_indices.extend(map(columns.ids.__getitem__, request_ids))
+        columns.num_scheduled_tokens.extend(num_scheduled_tokens)
+        columns.kinds.extend(map(_KIND_CODES.__getitem__, kinds))
+        columns.steps.append(step)
+        columns.counts.append(len(columns.kinds) - before)
+        return self.flush() if len(columns.steps) >= STEPS_PER_CHUNK else None
 
     def flush(self) -> LedgerChunk | None:
         """The steps since the last chunk, which are forgotten here; None when there are none."""
-        if not self._steps:
+        columns = self._columns
+        if not columns.steps:
             return None
-        names = json.dumps(list(self._id_index), ensure_ascii=False, separators=(",", ":")).encode()
-        header = _HEADER.pack(_MAGIC, _VERSION, len(self._steps), len(self._tokens), len(names))
-        columns = [np.array(c, dtype="<u4") for c in (self._steps, self._counts, self._ids, self._tokens)]
-        raw = b"".join((header, names, *(column.tobytes() for column in columns), bytes(self._kinds)))
-        chunk = LedgerChunk(zlib.compress(raw), self._steps[0], self._steps[-1])
-        self._clear()
-        return chunk
+        self._columns = _Columns()
+        return LedgerChunk(columns.encode, columns.steps[0], columns.steps[-1])
 
-    def _clear(self) -> None:
-        self._id_index: dict[str, int] = {}
-        self._steps: list[int] = []
-        self._counts: list[int] = []
-        self._ids: list[int] = []
-        self._tokens: list[int] = []
-        self._kinds = bytearray()
+
+class _IdTable(dict[str, int]):
+    """Numbers ids in the order in which they are first asked for."""
+
+    def __missing__(self, request_id: str) -> int:
+        self[request_id] = index = len(self)
+        return index
+
+
+class _Columns:
+    """A chunk's steps. Numbers are kept unboxed, so that neither keeping nor encoding them takes Python objects."""
+
+    def __init__(self) -> None:
+        self.ids = _IdTable()
+        self.steps, self.counts = array("I"), array("I")
+        self.id_indices, self.num_scheduled_tokens, self.kinds = array("I"), array("I"), bytearray()
+
+    def encode(self) -> bytes:
+        names = json.dumps(list(self.ids), ensure_ascii=False, separators=(",", ":")).encode()
+        header = _HEADER.pack(_MAGIC, _VERSION, len(self.steps), len(self.kinds), len(names))
+        columns = (self.steps, self.counts, self.id_indices, self.num_scheduled_tokens)
+        numbers = (np.asarray(column).astype("<u4", copy=False).tobytes() for column in columns)
+        return zlib.compress(b"".join((header, names, *numbers, self.kinds)))
 
 
 def decode_chunk(data: bytes) -> list[LedgerStep]:

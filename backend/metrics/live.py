@@ -159,7 +159,7 @@ class LiveRun:
             if tpot is not None:
                 self._tpot.append(tpot)
 
-    def on_chunk(self, kind: str, data: bytes, first_step: int, last_step: int) -> None:
+    def on_chunk(self, kind: str, encode: Callable[[], bytes], first_step: int, last_step: int) -> None:
         """Ledgers are for the database only."""
 
     def on_sample(self, sample: TelemetrySample) -> None:

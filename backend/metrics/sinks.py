@@ -33,34 +33,34 @@ class SinkGroup:
         self._logged: set[tuple[int, str]] = set()
 
     def on_run_start(self, start: RunStart) -> None:
-        self._each("on_run_start", lambda sink: sink.on_run_start(start))
+        self._each("on_run_start", start)
 
     def on_phase(self, phase: Phase) -> None:
-        self._each("on_phase", lambda sink: sink.on_phase(phase))
+        self._each("on_phase", phase)
 
     def on_step(self, stats: StepStats) -> None:
-        self._each("on_step", lambda sink: sink.on_step(stats))
+        self._each("on_step", stats)
 
     def on_request_finished(self, stats: RequestStats) -> None:
-        self._each("on_request_finished", lambda sink: sink.on_request_finished(stats))
+        self._each("on_request_finished", stats)
 
-    def on_chunk(self, kind: str, data: bytes, first_step: int, last_step: int) -> None:
-        self._each("on_chunk", lambda sink: sink.on_chunk(kind, data, first_step, last_step))
+    def on_chunk(self, kind: str, encode: Callable[[], bytes], first_step: int, last_step: int) -> None:
+        self._each("on_chunk", kind, encode, first_step, last_step)
 
     def on_sample(self, sample: TelemetrySample) -> None:
-        self._each("on_sample", lambda sink: sink.on_sample(sample))
+        self._each("on_sample", sample)
 
     def on_run_end(self, end: RunEnd) -> None:
         with self._lock:
             if self._ended:
                 return
             self._ended = True
-        self._each("on_run_end", lambda sink: sink.on_run_end(end))
+        self._each("on_run_end", end)
 
-    def _each(self, name: str, call: Callable[[StatsSink], None]) -> None:
+    def _each(self, name: str, *record: object) -> None:
         for index, sink in enumerate(self._sinks):
             try:
-                call(sink)
+                getattr(sink, name)(*record)
             except Exception:
                 if (index, name) not in self._logged:  # once: a broken sink fails at every step
                     self._logged.add((index, name))
@@ -99,7 +99,7 @@ class PeakSink:
     def on_request_finished(self, stats: RequestStats) -> None:
         """Holds no peak."""
 
-    def on_chunk(self, kind: str, data: bytes, first_step: int, last_step: int) -> None:
+    def on_chunk(self, kind: str, encode: Callable[[], bytes], first_step: int, last_step: int) -> None:
         """Holds no peak."""
 
     def on_run_end(self, end: RunEnd) -> None:

@@ -6,7 +6,7 @@ A value that does not exist is None. Percentiles interpolate linearly, `std` is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal, Protocol
@@ -17,9 +17,14 @@ RunStatus = Literal["queued", "loading", "running", "finished", "failed", "cance
 FINAL_STATUSES: frozenset[str] = frozenset({"finished", "failed", "cancelled", "interrupted"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepStats:
-    """One engine iteration; scalars only.
+    """One engine iteration; scalars only. Nobody changes one; it is not frozen because the step loop builds it.
+
+    With asynchronous scheduling the host schedules the next step and processes the last one while the device runs this one.
+    Durations count no time twice: `duration_ms` is what passed since this step began to be scheduled or the step before it
+    ended, whichever was later, so the steps of a busy engine add up to the time they took. Its parts may lie beside those
+    of its neighbours, and then they add up to more than it; without asynchronous scheduling they add up to it.
 
     Block counts are as they stood while it ran, before requests that ended in it gave theirs back: their maximum is the
     pool's. Requests running and waiting are counted after it.
@@ -27,10 +32,10 @@ class StepStats:
 
     step: int  # counts from 0 within a run, warm-up included
     end_time: float
-    duration_ms: float  # schedule + execute + process
-    schedule_ms: float
-    execute_ms: float
-    process_ms: float
+    duration_ms: float
+    schedule_ms: float  # the host chose the step's tokens
+    execute_ms: float  # from its submission, or the result before it if that came later, to its result
+    process_ms: float  # from its result to its end: text, records
     num_scheduled_requests: int
     num_prefill_tokens: int  # prompt tokens computed, recomputation after a preemption included
     num_decode_tokens: int
@@ -190,8 +195,11 @@ class StatsSink(Protocol):
     def on_phase(self, phase: Phase) -> None: ...
     def on_step(self, stats: StepStats) -> None: ...
     def on_request_finished(self, stats: RequestStats) -> None: ...
-    def on_chunk(self, kind: str, data: bytes, first_step: int, last_step: int) -> None:
-        """A compressed piece of a ledger covering steps `first_step..last_step` inclusive."""
+    def on_chunk(self, kind: str, encode: Callable[[], bytes], first_step: int, last_step: int) -> None:
+        """A piece of a ledger covering steps `first_step..last_step` inclusive.
+
+        `encode` compresses it, which takes milliseconds: a sink that wants the bytes calls it on a thread of its own.
+        """
 
     def on_sample(self, sample: TelemetrySample) -> None: ...
     def on_run_end(self, end: RunEnd) -> None: ...

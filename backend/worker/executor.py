@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from backend.core.output import ModelRunnerOutput, SchedulerOutput
+from backend.core.output import PendingOutput, SchedulerOutput
 from backend.metrics.stats import MemoryUse
 from backend.worker.model_runner import ModelRunner
 
 
 class Executor(Protocol):
-    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput: ...
+    def submit(self, scheduled: SchedulerOutput) -> PendingOutput:
+        """Start a step, or carry it out. Steps run in this order; results are asked for in it, one for each step."""
+        ...
+
     def memory(self) -> MemoryUse: ...
     def reset_peak(self) -> None: ...
     def shutdown(self) -> None: ...
@@ -22,8 +25,8 @@ class InProcessExecutor:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
-    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        return self._runner.execute_model(scheduled)
+    def submit(self, scheduled: SchedulerOutput) -> PendingOutput:
+        return self._runner.submit(scheduled)
 
     def memory(self) -> MemoryUse:
         return self._runner.memory()

@@ -7,7 +7,8 @@ plain list is the oracle.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
@@ -48,19 +49,17 @@ class PagedMachine:
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in (*scheduled.finished_request_ids, *scheduled.preempted_request_ids):
             self.known.pop(request_id, None)
-        computed = {}
+        assert list(scheduled.num_scheduled_tokens) == list(scheduled.kinds)
         for new in scheduled.new_requests:
             assert new.request_id not in self.known
             self.known[new.request_id] = _Known(list(new.token_ids), list(new.block_ids[0]))
-            computed[new.request_id] = new.num_computed_tokens
-        for cached in scheduled.cached_requests:
-            self.known[cached.request_id].blocks.extend(cached.new_block_ids[0])
-            computed[cached.request_id] = cached.num_computed_tokens
-        assert set(computed) == set(scheduled.num_scheduled_tokens)
+        for request_id, block_ids in scheduled.new_block_ids.items():
+            self.known[request_id].blocks.extend(block_ids[0])
         sampled = {}
-        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+        rows = zip(scheduled.num_scheduled_tokens.items(), scheduled.num_computed_tokens, strict=True)
+        for (request_id, num_tokens), start in rows:
             state = self.known[request_id]
-            start, end = computed[request_id], computed[request_id] + num_tokens
+            end = start + num_tokens
             for position in range(start, end):
                 self.slots[self._slot(state, position)] = state.token_ids[position]
             if end == len(state.token_ids):
@@ -78,13 +77,18 @@ class PagedMachine:
 
 @dataclass
 class Lab:
-    """A scheduler over a `PagedMachine`, with every step checked."""
+    """A scheduler over a `PagedMachine`, with every step checked.
+
+    With `ahead`, so many steps are scheduled before the result of the oldest is taken. The machine carries each out when it
+    is scheduled, as a device does that runs them in order.
+    """
 
     num_blocks: int = 64
     block_size: int = 4
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 64
     max_model_len: int | None = None
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         self.manager = KVCacheManager(self.num_blocks, self.block_size, [KVGroupSpec(1, 1, 1, 1)])
@@ -98,26 +102,52 @@ class Lab:
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.steps: list[SchedulerOutput] = []
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.fail_at: dict[str, int] = {}  # request_id -> number of computed tokens at which its logits are damaged
 
-    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **sampling: object) -> Request:
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        eos_token_ids: Iterable[int] = (),
+        **sampling: object,
+    ) -> Request:
         params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
-        request = Request(request_id, list(prompt), params, frozenset(), 0.0)
+        request = Request(request_id, list(prompt), params, frozenset(eos_token_ids), 0.0)
         self.scheduler.add_request(request)
         self.tokens[request_id] = []
         return request
 
     def step(self) -> list[RequestOutput]:
+        """Schedule a step and take the oldest result that is due; without anything to schedule, the oldest there is."""
         scheduled = self.scheduler.schedule()
-        self.steps.append(scheduled)
-        assert scheduled.total_num_scheduled_tokens <= self.max_num_batched_tokens
-        assert len(scheduled.num_scheduled_tokens) <= self.max_num_seqs
-        assert all(count > 0 for count in scheduled.num_scheduled_tokens.values())
         self.manager.check_integrity()
-        outputs = self.scheduler.update_from_output(scheduled, self.machine.execute(scheduled))
+        if scheduled.num_scheduled_tokens or scheduled.preempted_request_ids:
+            self._carry_out(scheduled)
+            if len(self.in_flight) <= self.ahead:
+                return []
+        return self.complete() if self.in_flight else []
+
+    def complete(self) -> list[RequestOutput]:
+        outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
         self.manager.check_integrity()
         for output in outputs:
             self.take(output)
         return outputs
+
+    def _carry_out(self, scheduled: SchedulerOutput) -> None:
+        self.steps.append(scheduled)
+        assert scheduled.total_num_scheduled_tokens <= self.max_num_batched_tokens
+        assert len(scheduled.num_scheduled_tokens) <= self.max_num_seqs
+        assert all(count > 0 for count in scheduled.num_scheduled_tokens.values())
+        output = self.machine.execute(scheduled)
+        rows = zip(scheduled.num_scheduled_tokens.items(), scheduled.num_computed_tokens, strict=True)
+        for (request_id, num_tokens), computed in rows:
+            if computed + num_tokens == self.fail_at.get(request_id):
+                del output.sampled_token_ids[request_id]
+                output.errors[request_id] = "logits are not finite"
+        self.in_flight.append((scheduled, output))
 
     def take(self, output: RequestOutput) -> None:
         assert output.request_id not in self.finished, "a request ended twice"
@@ -128,6 +158,8 @@ class Lab:
     def run(self, limit: int = 10_000) -> dict[str, list[int]]:
         for _ in range(limit):
             if not self.scheduler.has_unfinished_requests():
+                while self.in_flight:
+                    assert self.complete() == []
                 assert self.manager.pool.num_free_blocks == self.num_blocks
                 return self.tokens
             self.step()

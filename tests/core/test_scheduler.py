@@ -190,9 +190,10 @@ def test_an_ending_id_stops_at_its_position_and_is_left_out(as_eos: bool, positi
     prompt = prompt_of(7)
     expected = generate(prompt, 10)
     lab = Lab()
-    request = lab.add("a", prompt, 10, stop_token_ids=() if as_eos else (expected[position],))
     if as_eos:
-        request.eos_token_ids = frozenset({expected[position], VOCAB - 1})
+        lab.add("a", prompt, 10, eos_token_ids=(expected[position], VOCAB - 1))
+    else:
+        lab.add("a", prompt, 10, stop_token_ids=(expected[position],))
     assert lab.run()["a"] == expected[:position]
     assert lab.finished["a"] == "stop"
 
@@ -201,8 +202,8 @@ def test_ignore_eos_runs_on_and_min_tokens_holds_an_early_end_back() -> None:
     prompt = prompt_of(7)
     expected = generate(prompt, 10)
     lab = Lab()
-    lab.add("ignores", prompt, 10, ignore_eos=True).eos_token_ids = frozenset({expected[2]})
-    lab.add("holds back", prompt, 10, min_tokens=4).eos_token_ids = frozenset({expected[2], expected[6]})
+    lab.add("ignores", prompt, 10, eos_token_ids=(expected[2],), ignore_eos=True)
+    lab.add("holds back", prompt, 10, eos_token_ids=(expected[2], expected[6]), min_tokens=4)
     tokens = lab.run()
     assert tokens["ignores"] == expected
     # The sampler bans the id before min_tokens; this machine does not, which shows that the scheduler does not stop either.
@@ -212,7 +213,7 @@ def test_ignore_eos_runs_on_and_min_tokens_holds_an_early_end_back() -> None:
 
 def test_ids_that_may_not_come_before_min_tokens_reach_the_worker() -> None:
     lab = Lab()
-    lab.add("a", prompt_of(3), 9, min_tokens=4, stop_token_ids=(5,)).eos_token_ids = frozenset({2})
+    lab.add("a", prompt_of(3), 9, eos_token_ids=(2,), min_tokens=4, stop_token_ids=(5,))
     lab.step()
     assert lab.steps[0].new_requests[0].banned_token_ids == (2, 5)
 

@@ -60,7 +60,7 @@ def test_a_run_from_its_start_to_its_end(repository: RunRepository, recorder: Ru
     for index in range(2):
         sink.on_step(make_step(index, start.start_time))
         sink.on_request_finished(make_request(index, start.start_time))
-    sink.on_chunk("steps", b"data", 0, 1)
+    sink.on_chunk("steps", lambda: b"data", 0, 1)
     sink.on_sample(make_sample(start.start_time + 0.25))
     sink.on_phase(Phase("writing"))
     see()
@@ -235,7 +235,7 @@ def test_a_database_that_cannot_be_written_does_not_disturb_the_run(
     with caplog.at_level(logging.ERROR):
         for index in range(100):
             recorder.on_step(make_step(index, num_output_tokens=index))
-            recorder.on_chunk("steps", bytes(100_000), index, index)
+            recorder.on_chunk("steps", lambda: bytes(100_000), index, index)
             time.sleep(0.005)
         recorder.on_run_end(RunEnd("finished", 101.0, make_summary()))
         recorder.close()

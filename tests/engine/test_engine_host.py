@@ -3,6 +3,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backend.config import EngineConfig
-from backend.core.output import ModelRunnerOutput, SchedulerOutput
+from backend.core.output import PendingOutput, SchedulerOutput
 from backend.engine.engine_host import EngineHost
 from backend.engine.in_process_target import InProcessTarget
 from backend.errors import CapacityError, ConfigError, EngineError, ModelError, RequestError
@@ -32,8 +33,8 @@ class StepSink:
     def on_step(self, stats: StepStats) -> None:
         self.steps.append(stats)
 
-    def on_chunk(self, kind: str, data: bytes, first_step: int, last_step: int) -> None:
-        self.chunks.append((kind, data, first_step, last_step))
+    def on_chunk(self, kind: str, encode: Callable[[], bytes], first_step: int, last_step: int) -> None:
+        self.chunks.append((kind, encode(), first_step, last_step))
 
 
 def test_every_way_a_request_can_end(host: EngineHost, tiny_llama: Path) -> None:
@@ -230,7 +231,7 @@ class FailingExecutor:
     def __init__(self, inner: object) -> None:
         self._inner = inner
 
-    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def submit(self, scheduled: SchedulerOutput) -> PendingOutput:
         raise RuntimeError("device-side assert")
 
     def shutdown(self) -> None:

@@ -58,6 +58,7 @@ def test_logits_agree_at_every_position(smollm2: ModelSource, smollm2_host: Engi
         block_table=torch.arange(1, length + 1, dtype=torch.int32)[None],
         slot_mapping=torch.arange(1, length + 1),
         positions=positions,
+        num_decodes=0,
     )
     hidden = loaded.model(torch.tensor(token_ids), positions, caches, metadata, ReferenceAttention())
     assert length > 60

@@ -1,0 +1,127 @@
+"""What a step costs beside the worker, and how the interpreter is shared meanwhile. Bounds are several times the cost."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from backend.config import EngineConfig
+from backend.core.kv_cache_manager import KVGroupSpec
+from backend.core.output import FinishedOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
+from backend.engine.engine_host import STEPPING_SWITCH_INTERVAL_S, EngineHost
+from backend.engine.llm_engine import LLMEngine
+from backend.experiments.flight import Flight
+from backend.metrics.live import LiveRun
+from backend.metrics.sinks import PeakSink, SinkGroup
+from backend.metrics.stats import Phase, RunStart
+from backend.sampling_params import SamplingParams
+from backend.tokenizer import FolderTokenizer
+from backend.workload.datasets import WorkloadRequest
+from backend.workload.targets import Prompt, StreamEvent
+from tests.engine.driving import config_of, submit
+
+LETTER = 65
+
+
+class InstantExecutor:
+    """Samples the same letter for every request, and notes the host's CPU time from one step to the next."""
+
+    def __init__(self) -> None:
+        self.host_s: list[float] = []
+        self._left: float | None = None
+
+    def submit(self, scheduled: SchedulerOutput) -> PendingOutput:
+        if self._left is not None:
+            self.host_s.append(time.thread_time() - self._left)
+        output = ModelRunnerOutput({request_id: [LETTER] for request_id in scheduled.num_scheduled_tokens})
+        self._left = time.thread_time()
+        return FinishedOutput(output)
+
+
+def engine_of(executor: Any, model: Path, num_requests: int, asynchronous: bool) -> LLMEngine:
+    config = EngineConfig().with_overrides(
+        {
+            "scheduler.max_num_seqs": num_requests,
+            "scheduler.max_num_batched_tokens": 8192,
+            "scheduler.async_scheduling": asynchronous,
+            "cache.num_blocks": 10_000,
+        }
+    )
+    resolved = config.resolve(device="cpu", max_model_len=1024)
+    tokenizer = FolderTokenizer("tiny", model)
+    return LLMEngine(resolved, executor, tokenizer, [KVGroupSpec(1, 1, 1, 1)], 512, frozenset())
+
+
+def flights_of(engine: LLMEngine, num_requests: int, max_tokens: int) -> dict[str, Callable[[StreamEvent], None]]:
+    params, ended, listeners = SamplingParams(max_tokens=max_tokens, ignore_eos=True), SimpleQueue(), {}
+    for index in range(num_requests):
+        request = WorkloadRequest(index, Prompt(token_ids=(1, 2, 3)), params, None)
+        flight = Flight(str(index), request, False, time.perf_counter(), ended)
+        engine.add_request(flight.request_id, [1, 2, 3], params, flight.arrival_time)
+        listeners[flight.request_id] = flight.on_event
+    return listeners
+
+
+def run_to_the_end(engine: LLMEngine, listeners: dict[str, Callable[[StreamEvent], None]]) -> None:
+    while engine.has_unfinished_requests():
+        for event in engine.step():
+            listeners[event.request_id](event)
+
+
+def test_a_token_costs_the_host_microseconds(tiny_llama: Path) -> None:
+    """Scheduling, text, records, ledger and delivery of 128 requests; it takes about 2 us a token."""
+    executor = InstantExecutor()
+    engine = engine_of(executor, tiny_llama, 128, asynchronous=True)
+    live = LiveRun(1, 128)
+    group = SinkGroup([live, PeakSink()])
+    group.on_run_start(RunStart(time.perf_counter(), {}, {}, {}, (), {}, 128))
+    group.on_phase(Phase("running", 0, 128))
+    engine.set_sink(group)
+    run_to_the_end(engine, flights_of(engine, 128, max_tokens=100))
+    assert live.snapshot().output_tokens == 128 * 100
+    assert statistics.median(executor.host_s) / 128 < 10e-6
+
+
+def test_steps_leave_nothing_behind_for_full_collections(tiny_llama: Path) -> None:
+    """What a step makes is gone with it: the objects alive do not grow with the tokens that are out."""
+    engine = engine_of(InstantExecutor(), tiny_llama, 64, asynchronous=True)
+    listeners = flights_of(engine, 64, max_tokens=400)
+
+    def objects_after(num_steps: int) -> int:
+        for _ in range(num_steps):
+            for event in engine.step():
+                listeners[event.request_id](event)
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = objects_after(20)
+    assert objects_after(300) - before < 64, "each of 300 steps made some hundreds"
+    run_to_the_end(engine, listeners)
+
+
+def test_the_interpreter_is_shared_differently_only_while_steps_run(host: EngineHost, tiny_llama: Path) -> None:
+    host.load(config_of(tiny_llama))
+    usual = (sys.getswitchinterval(), gc.get_threshold())
+    seen, done = set(), threading.Event()
+
+    def look(event: StreamEvent) -> None:
+        seen.add((round(sys.getswitchinterval(), 6), gc.get_threshold()[0] > usual[1][0]))
+        if event.finish_reason is not None:
+            done.set()
+
+    host.submit("a", [1], SamplingParams(max_tokens=5, ignore_eos=True), look)
+    assert done.wait(30)
+    assert seen == {(STEPPING_SWITCH_INTERVAL_S, True)}
+    host._call(lambda: None)
+    deadline = time.monotonic() + 10
+    while (sys.getswitchinterval(), gc.get_threshold()) != usual:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert submit(host, "b", [1], max_tokens=2, ignore_eos=True).finish_reason == "length"
