@@ -1,39 +1,49 @@
-"""Times registered ops: `python -m kernels.benchmark [OP ...] [--implementation launch|reference] [--json]`.
+"""Times registered ops and holds each figure against what the device can do at most.
 
-On CUDA an op walks over copies of its inputs that together exceed four times the L2 cache, so that none is found there,
-and the calls of one walk run as a CUDA graph, so that the host's time to launch them is not measured. The first calls
-(compiling, allocating) are left out.
+`python -m kernels.benchmark [OP ...] [--implementation launch|reference] [--json]` needs torch alone (and triton for
+kernels). `kernels.timing` says by which rules calls are timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.kernel_op import Inputs, KernelOp
+from kernels.limits import device_name, dtype_name, measure_limits
 from kernels.registry import REGISTRY
+from kernels.timing import rotate, time_call
 
 Implementation = Literal["launch", "reference"]
 
-NUM_WARM_UP_CALLS = 3
-NUM_SAMPLES = 40
-MIN_CALLS_PER_GRAPH = 20
-L2_MULTIPLE = 4
-# A CPU's caches are not asked for: this exceeds those of most.
-CPU_ROTATION_BYTES = 128 * 2**20
+# A measured limit is not exact; beyond this factor a figure is not a fast kernel but a wrong measurement.
+PLAUSIBLE_SHARE = 1.05
+# Shapes are chosen for GPUs. On a CPU those are left out that would take it long: all ops together are done in seconds.
+CPU_INPUT_BYTES = 2**26
+CPU_FLOPS = 10**9
+CPU_CALL_S = 0.03
+DEFAULT_SHAPE = "default"  # what `make_inputs` makes when told nothing: small
+
+
+class ImplausibleTimingError(ValueError):
+    """A figure above what the device can do: the measurement is wrong, or `bytes_moved` or `flops` of the op is."""
+
+
+class OverBudgetError(ValueError):
+    """Inputs or arithmetic too large for this device."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTiming:
-    """Time of one call, and what it amounts to."""
+    """Time of one call, what it amounts to, and the limits it was held against."""
 
     op: str
     implementation: Implementation
@@ -44,125 +54,161 @@ class KernelTiming:
     p20_us: float
     p50_us: float
     p80_us: float
+    bytes_moved: int
+    flops: int
     gb_per_s: float
     tflop_per_s: float
-    # Bytes per second over those of a plain copy on this device.
-    share_of_copy_limit: float
+    read_limit_gb_per_s: float
+    matmul_limit_tflop_per_s: float
+    share_of_limit: float  # the larger of the shares of the read limit and of the matmul limit
+    limited_by: Literal["bandwidth", "matmul"]  # which of the two it is
 
 
-def time_op(
-    op: KernelOp,
-    *,
-    implementation: Implementation,
-    shape: str,
-    sizes: Mapping[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-    copy_limit: float,
-) -> KernelTiming:
-    """Time `op` on inputs of `sizes`.
+@dataclass(frozen=True, slots=True)
+class Omission:
+    """Why an op has no timing for a shape; `is_error` when that is no matter of this device's size."""
 
-    Args:
-        shape: what to call the sizes in the result.
-        copy_limit: bytes/s of a plain copy, from `measure_copy_limit`.
-    """
-    inputs = op.make_inputs(dtype, device, **sizes)
-    bytes_moved, flops = op.bytes_moved(inputs), op.flops(inputs)
-    rotation = _rotation(inputs, bytes_moved, device)
-    call = op.launch if implementation == "launch" else op.reference
-    if device.type == "cpu":
-        seconds = _cpu_seconds(call, rotation)
-    elif implementation == "launch":
-        seconds = _cuda_graph_seconds(call, rotation)
-    else:
+    op: str
+    implementation: Implementation
+    shape: str
+    dtype: str
+    reason: str
+    is_error: bool
+
+
+class Benchmark:
+    """Times ops in one dtype on one device, whose limits it measures first."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.limits = measure_limits(device, dtype)
+
+    def time_shapes(self, op: KernelOp, implementation: Implementation) -> Iterator[KernelTiming | Omission]:
+        """Every shape of `op`, or why not; on a CPU that can take none of them, the default inputs too."""
+        timed = False
+        for shape, sizes in op.shapes.items():
+            result = self._result(op, implementation, shape, sizes)
+            timed = timed or isinstance(result, KernelTiming)
+            yield result
+        if not timed and self.device.type == "cpu":
+            yield self._result(op, implementation, DEFAULT_SHAPE, {})
+
+    def time_shape(
+        self, op: KernelOp, implementation: Implementation, shape: str, sizes: Mapping[str, Any]
+    ) -> KernelTiming:
+        """Time `op` on inputs of `sizes`.
+
+        Args:
+            shape: what to call the sizes in the result.
+        Raises:
+            OverBudgetError: the inputs, the arithmetic or the time of a call are too much for a CPU.
+            ImplausibleTimingError: the figure is above `PLAUSIBLE_SHARE` of a limit, also after a second measurement of it.
+        """
+        inputs = self._inputs(op, sizes)
+        bytes_moved, flops = op.bytes_moved(inputs), op.flops(inputs)
+        if self.device.type == "cpu" and flops > CPU_FLOPS:
+            raise OverBudgetError(f"{flops / 1e9:,.1f} GFLOP a call are too many for a CPU")
+        call = op.launch if implementation == "launch" else op.reference
+        if self.device.type == "cpu":
+            _refuse_slow(call, inputs)
         # A reference may wait for the device, which a graph cannot hold.
-        seconds = _cuda_event_seconds(call, rotation)
-    p20, p50, p80 = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8]).double()).tolist()
-    return KernelTiming(
-        op=op.name,
-        implementation=implementation,
-        shape=shape,
-        dtype=str(dtype).removeprefix("torch."),
-        device=_device_name(device),
-        num_samples=len(seconds),
-        p20_us=p20 * 1e6,
-        p50_us=p50 * 1e6,
-        p80_us=p80 * 1e6,
-        gb_per_s=bytes_moved / p50 / 1e9,
-        tflop_per_s=flops / p50 / 1e12,
-        share_of_copy_limit=bytes_moved / p50 / copy_limit,
-    )
+        spread = time_call(
+            call, rotate(inputs, bytes_moved, self.device), self.device, capture=call is not op.reference
+        )
+        share, limited_by = self._share(bytes_moved, flops, spread.p50)
+        if share > PLAUSIBLE_SHARE:
+            self.limits = self.limits.highest(measure_limits(self.device, self.dtype))
+            share, limited_by = self._share(bytes_moved, flops, spread.p50)
+        timing = KernelTiming(
+            op=op.name,
+            implementation=implementation,
+            shape=shape,
+            dtype=dtype_name(self.dtype),
+            device=device_name(self.device),
+            num_samples=spread.num_samples,
+            p20_us=spread.p20 * 1e6,
+            p50_us=spread.p50 * 1e6,
+            p80_us=spread.p80 * 1e6,
+            bytes_moved=bytes_moved,
+            flops=flops,
+            gb_per_s=bytes_moved / spread.p50 / 1e9,
+            tflop_per_s=flops / spread.p50 / 1e12,
+            read_limit_gb_per_s=self.limits.read_bytes_per_s / 1e9,
+            matmul_limit_tflop_per_s=self.limits.matmul_flops_per_s / 1e12,
+            share_of_limit=share,
+            limited_by=limited_by,
+        )
+        if share > PLAUSIBLE_SHARE:
+            raise ImplausibleTimingError(_implausible(timing))
+        return timing
+
+    def _result(
+        self, op: KernelOp, implementation: Implementation, shape: str, sizes: Mapping[str, Any]
+    ) -> KernelTiming | Omission:
+        try:
+            return self.time_shape(op, implementation, shape, sizes)
+        except OverBudgetError as error:
+            reason, is_error = str(error), False
+        except torch.OutOfMemoryError:
+            reason, is_error = "it does not fit this card's free memory", False
+        except ImplausibleTimingError as error:
+            reason, is_error = str(error), True
+        except Exception as error:  # one broken op must not cost the others their figures
+            reason, is_error = f"{type(error).__name__}: {error}", True
+        return Omission(op.name, implementation, shape, dtype_name(self.dtype), reason, is_error)
+
+    def _inputs(self, op: KernelOp, sizes: Mapping[str, Any]) -> Inputs:
+        if self.device.type == "cuda":
+            return op.make_inputs(self.dtype, self.device, **sizes)
+        with _AllocationLimit(CPU_INPUT_BYTES):
+            return op.make_inputs(self.dtype, self.device, **sizes)
+
+    def _share(self, bytes_moved: int, flops: int, seconds: float) -> tuple[float, Literal["bandwidth", "matmul"]]:
+        bandwidth = bytes_moved / seconds / self.limits.read_bytes_per_s
+        matmul = flops / seconds / self.limits.matmul_flops_per_s
+        return (bandwidth, "bandwidth") if bandwidth >= matmul else (matmul, "matmul")
 
 
-def measure_copy_limit(device: torch.device) -> float:
-    """Bytes per second, read and written, of a device-to-device copy that fits no cache."""
-    num_bytes = 2**30 if device.type == "cuda" else 2**27
-    source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    measure = _cuda_event_seconds if device.type == "cuda" else _cpu_seconds
-    seconds = measure(lambda source, target: target.copy_(source), [{"source": source, "target": target}])
-    return 2 * num_bytes / sorted(seconds)[len(seconds) // 2]
+def _refuse_slow(call: Callable[..., Any], inputs: Inputs) -> None:
+    """Raise OverBudgetError when a second call takes longer than `CPU_CALL_S`; the first may allocate."""
+    call(**inputs)
+    begin = time.perf_counter()
+    call(**inputs)
+    seconds = time.perf_counter() - begin
+    if seconds > CPU_CALL_S:
+        raise OverBudgetError(f"a call takes {CPU_CALL_S * 1e3:g} ms or more on this CPU")
 
 
-def _rotation(inputs: Inputs, bytes_moved: int, device: torch.device) -> list[Inputs]:
-    """`inputs` and copies of it that together move more than the caches hold."""
-    if device.type == "cuda":
-        total = L2_MULTIPLE * torch.cuda.get_device_properties(device).L2_cache_size
+class _AllocationLimit(TorchDispatchMode):
+    """Within, a tensor that takes the total over a limit raises before its memory is asked for."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self._limit = num_bytes
+        self._total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = func._schema.arguments[:1]
+        if first and first[0].name == "size":
+            self._total += math.prod(args[0]) * (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
+            if self._total > self._limit:
+                raise OverBudgetError(f"inputs of more than {self._limit // 2**20} MiB are too large for a CPU")
+        return func(*args, **kwargs)
+
+
+def _implausible(timing: KernelTiming) -> str:
+    if timing.limited_by == "bandwidth":
+        rate, limit = f"{timing.gb_per_s:,.0f} GB/s", f"{timing.read_limit_gb_per_s:,.0f} GB/s it reads"
     else:
-        total = CPU_ROTATION_BYTES
-    copies = [
-        {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        for _ in range(total // bytes_moved)
-    ]
-    return [inputs, *copies]
-
-
-def _cpu_seconds(call: Callable[..., Any], rotation: list[Inputs]) -> list[float]:
-    """One sample per call."""
-    walk = itertools.cycle(rotation)
-    for _ in range(NUM_WARM_UP_CALLS):
-        call(**next(walk))
-    seconds = []
-    for _ in range(NUM_SAMPLES):
-        inputs = next(walk)
-        begin = time.perf_counter()
-        call(**inputs)
-        seconds.append(time.perf_counter() - begin)
-    return seconds
-
-
-def _cuda_event_seconds(call: Callable[..., Any], rotation: list[Inputs]) -> list[float]:
-    """One sample per call, between two events; short calls include the host's time to launch them."""
-    walk = itertools.cycle(rotation)
-    for _ in range(NUM_WARM_UP_CALLS):
-        call(**next(walk))
-    events = []
-    for _ in range(NUM_SAMPLES):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call(**next(walk))
-        end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) / 1e3 for begin, end in events]
-
-
-def _cuda_graph_seconds(call: Callable[..., Any], rotation: list[Inputs]) -> list[float]:
-    """One sample per walk over the rotation: the mean of its calls, which run back to back."""
-    walks = -(-MIN_CALLS_PER_GRAPH // len(rotation))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(NUM_WARM_UP_CALLS):
-            call(**rotation[0])
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for inputs in rotation * walks:
-            call(**inputs)
-    return [seconds / (walks * len(rotation)) for seconds in _cuda_event_seconds(graph.replay, [{}])]
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        rate, limit = (
+            f"{timing.tflop_per_s:,.2f} TFLOP/s",
+            f"{timing.matmul_limit_tflop_per_s:,.2f} TFLOP/s it multiplies",
+        )
+    return (
+        f"{rate} cannot be: {timing.device} was measured at {limit} at most, so the timing or the op's count is wrong"
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -183,33 +229,33 @@ def main(arguments: list[str] | None = None) -> None:
     if implementation == "launch" and not on_cuda:
         parser.error("kernels run on cuda only; on a cpu use --implementation reference")
 
-    device = torch.device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if on_cuda else "float32"))
-    copy_limit = measure_copy_limit(device)
-    timings = []
+    benchmark = Benchmark(torch.device(options.device), dtype)
+    timings, failures = [], []
     for name in options.ops or REGISTRY:
-        for shape, sizes in REGISTRY[name].shapes.items():
-            timing = time_op(
-                REGISTRY[name],
-                implementation=implementation,
-                shape=shape,
-                sizes=sizes,
-                dtype=dtype,
-                device=device,
-                copy_limit=copy_limit,
-            )
-            timings.append(timing)
+        for result in benchmark.time_shapes(REGISTRY[name], implementation):
+            if isinstance(result, KernelTiming):
+                timings.append(result)
+                line = _line(result)
+            else:
+                failures += [result] if result.is_error else []
+                line = (
+                    f"{result.op:16} {result.shape:34} {'FAILED' if result.is_error else 'left out'}: {result.reason}"
+                )
             if not options.json:
-                print(_line(timing), flush=True)
+                print(line, flush=True)
     if options.json:
         print(json.dumps([asdict(timing) for timing in timings], indent=2))
+    if failures:
+        parser.exit(1, "".join(f"error: {failure.op}, {failure.shape}: {failure.reason}\n" for failure in failures))
 
 
 def _line(timing: KernelTiming) -> str:
     return (
         f"{timing.op:16} {timing.shape:34} {timing.dtype:9} {timing.implementation:10}"
         f"{timing.p20_us:10.1f} {timing.p50_us:10.1f} {timing.p80_us:10.1f} us"
-        f"{timing.gb_per_s:9.1f} GB/s {timing.tflop_per_s:8.3f} TFLOP/s {timing.share_of_copy_limit:6.1%} of a copy"
+        f"{timing.gb_per_s:9.1f} GB/s {timing.tflop_per_s:8.3f} TFLOP/s"
+        f" {timing.share_of_limit:6.1%} of the {timing.limited_by} limit"
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 Inputs = dict[str, Any]
+Output = Tensor | tuple[Any, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class KernelOp:
     """One op: `launch(**inputs)` and `reference(**inputs)` agree within `tolerances[dtype]`."""
 
     name: str
-    reference: Callable[..., Tensor | None]
+    reference: Callable[..., Output]
     # (dtype, device, seed=0, **sizes) -> inputs; every size has a small default.
     make_inputs: Callable[..., Inputs]
     tolerances: Mapping[torch.dtype, Tolerance]
@@ -38,8 +39,10 @@ class KernelOp:
     shapes: Mapping[str, Mapping[str, Any]]
     # Inputs that a call changes.
     mutates: frozenset[str] = frozenset()
+    # An output as it is compared: where implementations may lay out the same values differently, this makes them equal.
+    comparable: Callable[[Any], Any] = lambda output: output
 
     @property
-    def launch(self) -> Callable[..., Tensor | None]:
+    def launch(self) -> Callable[..., Output]:
         """The Triton launcher, imported when asked for: a CPU-only machine need not have triton."""
         return getattr(importlib.import_module(f"kernels.ops.{self.name}"), self.name)

@@ -6,6 +6,39 @@ Importing this needs no triton; asking for a launcher does.
 from __future__ import annotations
 
 from kernels.kernel_op import KernelOp
-from kernels.specs import paged_attention, rms_norm, store_kv_cache
+from kernels.specs import (
+    decode_positions,
+    embed_tokens,
+    greedy_tokens,
+    norm_gated_linear,
+    norm_linear,
+    norm_qkv_rotary_store,
+    paged_attention,
+    paged_decode_attention,
+    record_tokens,
+    rms_norm,
+    rotary_and_store,
+    sample_tokens,
+    silu_and_mul,
+    store_kv_cache,
+)
 
-REGISTRY: dict[str, KernelOp] = {spec.OP.name: spec.OP for spec in (rms_norm, store_kv_cache, paged_attention)}
+REGISTRY: dict[str, KernelOp] = {
+    spec.OP.name: spec.OP
+    for spec in (
+        rms_norm,
+        store_kv_cache,
+        paged_attention,
+        paged_decode_attention,
+        silu_and_mul,
+        rotary_and_store,
+        norm_linear,
+        norm_gated_linear,
+        norm_qkv_rotary_store,
+        embed_tokens,
+        decode_positions,
+        greedy_tokens,
+        sample_tokens,
+        record_tokens,
+    )
+}

@@ -154,6 +154,7 @@ def paged_logits(
             block_table=block_ids[None].int(),
             slot_mapping=block_ids[positions // block_size] * block_size + positions % block_size,
             positions=positions,
+            num_decodes=0,
         )
         hidden = model(torch.tensor(token_ids[start:end]), positions, layer_caches, metadata, ReferenceAttention())
         logits.append(model.compute_logits(hidden))

@@ -1,13 +1,16 @@
-"""`SamplingMetadata`: how each row of logits is to be sampled."""
+"""`SamplingMetadata`: how each row of logits is to be sampled, and the same as tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backend.sampling_params import SamplingParams
+import numpy as np
+import torch
+from torch import Tensor
 
-# Below this a temperature is greedy: the scaled logits could not be told from a one-hot, and would only overflow.
-GREEDY_TEMPERATURE = 1e-5
+from backend.sample.random import Purpose, uniform
+from backend.sampling_params import SamplingParams
+from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,46 @@ class SamplingMetadata:
     positions: list[int]  # index of the output token being drawn
     banned_token_ids: list[tuple[int, ...]]
 
-    @property
-    def sampled_rows(self) -> list[int]:
-        """Rows that are not greedy."""
-        return [row for row, params in enumerate(self.params) if params.temperature >= GREEDY_TEMPERATURE]
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """What `sample_tokens` takes beside the logits, each [num_rows], on the logits' device."""
+
+    temperature: Tensor  # float32
+    top_k: Tensor  # int32
+    top_p: Tensor  # float32
+    draws: Tensor  # float64
+
+    @staticmethod
+    def build(metadata: SamplingMetadata, device: torch.device) -> SamplingTensors | None:
+        """Draw on the host and copy everything at once, without waiting for it; None if all rows are greedy."""
+        params = metadata.params
+        temperature = np.array([row.temperature for row in params], dtype=np.float32)
+        if (temperature < GREEDY_TEMPERATURE).all():
+            return None
+        num_rows = len(params)
+        # One buffer of 32-bit words, the widest first: a copy costs the same for one number as for a thousand.
+        words = np.empty(5 * num_rows, dtype=np.int32)
+        columns = words[2 * num_rows :].reshape(3, num_rows)
+        words[: 2 * num_rows].view(np.float64)[:] = uniform(
+            [row.seed for row in params], metadata.positions, Purpose.TOKEN
+        )
+        columns[0].view(np.float32)[:] = temperature
+        columns[1].view(np.float32)[:] = [row.top_p for row in params]
+        # One too large for an int32 is above any vocabulary, and so off, as int32's largest is.
+        columns[2] = [min(row.top_k, 2**31 - 1) for row in params]
+        draws, *rows = copy_to(words, device).split((2 * num_rows, num_rows, num_rows, num_rows))
+        return SamplingTensors(
+            temperature=rows[0].view(torch.float32),
+            top_p=rows[1].view(torch.float32),
+            top_k=rows[2],
+            draws=draws.view(torch.float64),
+        )
+
+
+def copy_to(array: np.ndarray, device: torch.device) -> Tensor:
+    """`array` on the device. On CUDA by way of pinned memory, so that nothing waits for what runs there."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -1,23 +1,24 @@
-"""`InputBatch`: the worker's copy of each request it runs, and the tensors of one step."""
+"""`InputBatch`: the worker's copy of each request it runs, and the arrays that describe one step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from backend.attention.metadata import AttentionMetadata
 from backend.core.output import SchedulerOutput
 from backend.sample.metadata import SamplingMetadata
 from backend.sampling_params import SamplingParams
+from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
+
+# Stands for a token that was sampled and that the host need not know: the device takes it from the request's row.
+SAMPLED_TOKEN = -1
 
 
 @dataclass(slots=True)
 class _RequestState:
-    row: int  # of the persistent block table
-    token_ids: list[int]
+    row: int  # of the persistent arrays, and of the device's sampled tokens
+    token_ids: list[int]  # those the scheduler told: the prompt, and after a preemption the output so far
     num_prompt_tokens: int
     sampling_params: SamplingParams
     banned_token_ids: tuple[int, ...]
@@ -26,13 +27,45 @@ class _RequestState:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One step on the device."""
+    """One step on the host, requests in batch order: single-token rows, then chunks."""
 
-    token_ids: Tensor  # int64 [num_tokens]
-    metadata: AttentionMetadata
+    token_ids: np.ndarray  # int64 [num_tokens]; SAMPLED_TOKEN: the last one sampled in the token's row
+    token_rows: np.ndarray  # int64 [num_tokens], the row of each token's request
+    positions: np.ndarray  # int64 [num_tokens]
+    slot_mapping: np.ndarray  # int64 [num_tokens]
+    query_start_loc: np.ndarray  # int32 [num_reqs + 1]
+    seq_lens: np.ndarray  # int32 [num_reqs]
+    block_table: np.ndarray  # int32 [num_reqs, blocks of the longest]
+    num_decodes: int  # leading requests with a single token
     sampled_request_ids: list[str]  # requests whose last known token is in this step
-    logits_indices: Tensor  # int64 [num_sampled], their last rows
-    sampling: SamplingMetadata
+    sampled_reqs: np.ndarray  # int64 [num_sampled], their places in the batch
+    sampled_rows: np.ndarray  # int64 [num_sampled], their rows
+    logits_indices: np.ndarray  # int64 [num_sampled], their last tokens
+    sampling: SamplingMetadata | None  # None: all greedy, and nothing is banned
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.seq_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatInput:
+    """A step like the one before it: the same requests in the same order, each one sampled token further."""
+
+    request_ids: list[str]
+    rows: np.ndarray  # int64 [num_reqs]
+    new_blocks: list[tuple[int, int, int]]  # (place in the batch, column of the block table, block id)
+    sampling: SamplingMetadata | None  # as in StepInput
+
+
+@dataclass(slots=True)
+class _Last:
+    """The step built last, if one like it may follow."""
+
+    request_ids: list[str]
+    rows: np.ndarray
+    max_seq_len: int
+    places: dict[str, int] | None = None
 
 
 class InputBatch:
@@ -41,12 +74,17 @@ class InputBatch:
     max_model_len: longest request, in tokens.
     """
 
-    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
-        self._device = device
         self._states: dict[str, _RequestState] = {}
         self._free_rows = list(range(max_num_reqs))
         self._block_table = np.zeros((max_num_reqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self._last: _Last | None = None
+        self._num_known = np.zeros(max_num_reqs, dtype=np.int64)  # tokens whose ids the host has
+        self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)  # those, and the ones sampled since
+        self._num_plain = np.zeros(
+            max_num_reqs, dtype=np.int64
+        )  # from so many tokens on, rows are greedy and ban nothing
 
     def update(self, scheduled: SchedulerOutput) -> None:
         """Forget requests that ended or were preempted, take in new ones and new blocks."""
@@ -55,79 +93,126 @@ class InputBatch:
             if state is not None:
                 self._free_rows.append(state.row)
         for new in scheduled.new_requests:
+            params = new.sampling_params
             state = _RequestState(
                 row=self._free_rows.pop(),
                 token_ids=new.token_ids,
                 num_prompt_tokens=new.num_prompt_tokens,
-                sampling_params=new.sampling_params,
+                sampling_params=params,
                 banned_token_ids=new.banned_token_ids,
             )
             self._states[new.request_id] = state
+            self._num_known[state.row] = self._num_tokens[state.row] = len(new.token_ids)
+            num_banning = params.min_tokens if new.banned_token_ids else 0
+            self._num_plain[state.row] = (
+                new.num_prompt_tokens + num_banning
+                if params.temperature < GREEDY_TEMPERATURE
+                else np.iinfo(np.int64).max
+            )
             self._add_blocks(state, new.block_ids)
-        for cached in scheduled.cached_requests:
-            self._add_blocks(self._states[cached.request_id], cached.new_block_ids)
+        for request_id, block_ids in scheduled.new_block_ids.items():
+            self._add_blocks(self._states[request_id], block_ids)
+
+    def repeats(self, scheduled: SchedulerOutput) -> int | None:
+        """If this step is like the one before it, the length of its longest request. To be asked before `update`."""
+        last, num_tokens = self._last, scheduled.num_scheduled_tokens
+        if last is None or scheduled.new_requests or scheduled.finished_request_ids or scheduled.preempted_request_ids:
+            return None
+        if list(num_tokens) != last.request_ids or max(num_tokens.values()) > 1:
+            return None
+        return last.max_seq_len + 1
+
+    def build_repeat(self, scheduled: SchedulerOutput) -> RepeatInput:
+        """In place of `update` and `build`, for a step that `repeats`."""
+        last = self._last
+        assert last is not None
+        last.max_seq_len += 1
+        new_blocks = []
+        for request_id, (block_ids,) in scheduled.new_block_ids.items():
+            if last.places is None:
+                last.places = {key: place for place, key in enumerate(last.request_ids)}
+            state, place = self._states[request_id], last.places[request_id]
+            new_blocks += [(place, state.num_blocks + index, block_id) for index, block_id in enumerate(block_ids)]
+            self._add_blocks(state, [block_ids])
+        sampling = self._sampling(last.rows, last.request_ids)
+        self._num_tokens[last.rows] += 1
+        return RepeatInput(last.request_ids, last.rows, new_blocks, sampling)
 
     def build(self, scheduled: SchedulerOutput) -> StepInput:
-        """The step's tensors, rows in the order of `scheduled.num_scheduled_tokens`."""
-        computed_of = {item.request_id: item.num_computed_tokens for item in scheduled.new_requests}
-        computed_of.update((item.request_id, item.num_computed_tokens) for item in scheduled.cached_requests)
+        """The step's arrays; what it samples counts as known from now on."""
         request_ids = list(scheduled.num_scheduled_tokens)
         states = [self._states[request_id] for request_id in request_ids]
+        rows = np.array([state.row for state in states], dtype=np.int64)
         num_tokens = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(states))
-        num_computed = np.array([computed_of[request_id] for request_id in request_ids], dtype=np.int64)
+        num_computed = np.array(scheduled.num_computed_tokens, dtype=np.int64)
         seq_lens = num_computed + num_tokens
-        query_start_loc = np.concatenate(([0], np.cumsum(num_tokens)))
-
-        token_ids = np.fromiter(
-            (
-                token_id
-                for state, start, end in zip(states, num_computed.tolist(), seq_lens.tolist(), strict=True)
-                for token_id in state.token_ids[start:end]
-            ),
-            dtype=np.int64,
-            count=int(query_start_loc[-1]),
-        )
-        positions = np.arange(len(token_ids)) + np.repeat(num_computed - query_start_loc[:-1], num_tokens)
-        rows = np.array([state.row for state in states])
-        blocks = self._block_table[np.repeat(rows, num_tokens), positions // self._block_size]
+        num_decodes = int(np.count_nonzero(num_tokens == 1))
+        if num_decodes == len(states):
+            query_start_loc = np.arange(len(states) + 1, dtype=np.int32)
+            token_rows, positions = rows, num_computed
+        else:
+            query_start_loc = np.zeros(len(states) + 1, dtype=np.int32)
+            np.cumsum(num_tokens, out=query_start_loc[1:])
+            token_rows = np.repeat(rows, num_tokens)
+            positions = np.arange(len(token_rows)) + np.repeat(num_computed - query_start_loc[:-1], num_tokens)
+        blocks = self._block_table[token_rows, positions // self._block_size]
         slot_mapping = blocks.astype(np.int64) * self._block_size + positions % self._block_size
         max_num_blocks = -(-int(seq_lens.max()) // self._block_size)
 
-        sampled = [index for index, state in enumerate(states) if seq_lens[index] == len(state.token_ids)]
+        sampled_reqs = np.flatnonzero(seq_lens == self._num_tokens[rows])
+        sampled_rows = rows[sampled_reqs]
+        sampled_request_ids = [request_ids[index] for index in sampled_reqs.tolist()]
+        sampling = self._sampling(sampled_rows, sampled_request_ids)
+        self._num_tokens[sampled_rows] += 1
+        token_ids = self._token_ids(states, rows, num_computed, seq_lens, query_start_loc)
+        self._last = None
+        if num_decodes == len(sampled_reqs) == len(states) and (token_ids == SAMPLED_TOKEN).all():
+            self._last = _Last(request_ids, rows, int(seq_lens.max()))
         return StepInput(
-            token_ids=self._to_device(token_ids),
-            metadata=AttentionMetadata(
-                query_start_loc=self._to_device(query_start_loc.astype(np.int32)),
-                seq_lens=self._to_device(seq_lens.astype(np.int32)),
-                block_table=self._to_device(self._block_table[rows, :max_num_blocks]),
-                slot_mapping=self._to_device(slot_mapping),
-                positions=self._to_device(positions),
-            ),
-            sampled_request_ids=[request_ids[index] for index in sampled],
-            logits_indices=self._to_device(query_start_loc[1:][sampled] - 1),
-            sampling=_sampling_metadata([states[index] for index in sampled]),
+            token_ids=token_ids,
+            token_rows=token_rows,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens.astype(np.int32),
+            block_table=self._block_table[rows, :max_num_blocks],
+            num_decodes=num_decodes,
+            sampled_request_ids=sampled_request_ids,
+            sampled_reqs=sampled_reqs,
+            sampled_rows=sampled_rows,
+            logits_indices=query_start_loc[1:][sampled_reqs].astype(np.int64) - 1,
+            sampling=sampling,
         )
 
-    def append(self, request_id: str, token_id: int) -> None:
-        """Remember a token sampled for a request: it is the input of its next step."""
-        self._states[request_id].token_ids.append(token_id)
+    def _token_ids(
+        self,
+        states: list[_RequestState],
+        rows: np.ndarray,
+        num_computed: np.ndarray,
+        seq_lens: np.ndarray,
+        query_start_loc: np.ndarray,
+    ) -> np.ndarray:
+        token_ids = np.full(query_start_loc[-1], SAMPLED_TOKEN, dtype=np.int64)
+        for index in np.flatnonzero(num_computed < self._num_known[rows]).tolist():
+            known = states[index].token_ids[num_computed[index] : seq_lens[index]]
+            token_ids[query_start_loc[index] : query_start_loc[index] + len(known)] = known
+        return token_ids
 
     def _add_blocks(self, state: _RequestState, block_ids: list[list[int]]) -> None:
         (new_blocks,) = block_ids  # one KV group
         self._block_table[state.row, state.num_blocks : state.num_blocks + len(new_blocks)] = new_blocks
         state.num_blocks += len(new_blocks)
 
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
-
-
-def _sampling_metadata(states: list[_RequestState]) -> SamplingMetadata:
-    positions = [len(state.token_ids) - state.num_prompt_tokens for state in states]
-    return SamplingMetadata(
-        params=[state.sampling_params for state in states],
-        positions=positions,
-        banned_token_ids=[
-            state.banned_token_ids if position < state.sampling_params.min_tokens else ()
-            for state, position in zip(states, positions, strict=True)
-        ],
-    )
+    def _sampling(self, rows: np.ndarray, request_ids: list[str]) -> SamplingMetadata | None:
+        if (self._num_tokens[rows] >= self._num_plain[rows]).all():
+            return None
+        states = [self._states[request_id] for request_id in request_ids]
+        positions = [int(self._num_tokens[state.row]) - state.num_prompt_tokens for state in states]
+        return SamplingMetadata(
+            params=[state.sampling_params for state in states],
+            positions=positions,
+            banned_token_ids=[
+                state.banned_token_ids if position < state.sampling_params.min_tokens else ()
+                for state, position in zip(states, positions, strict=True)
+            ],
+        )

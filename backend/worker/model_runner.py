@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from backend.attention.metadata import AttentionMetadata, LayerCache
-from backend.attention.reference import ReferenceAttention
+from backend.attention.backend import AttentionBackend
+from backend.attention.metadata import LayerCache
 from backend.config import EngineConfig
 from backend.core.kv_cache_manager import KVGroupSpec
-from backend.core.output import ModelRunnerOutput, SchedulerOutput
+from backend.core.output import FinishedOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from backend.errors import CapacityError
 from backend.metrics.stats import MemoryUse
 from backend.models.loader import LoadedModel, load_model
 from backend.models.sources import ModelSource
 from backend.sample.metadata import SamplingMetadata
-from backend.sample.sampler import Sampler
-from backend.sampling_params import SamplingParams
-from backend.worker.input_batch import InputBatch
+from backend.sample.sampler import REFERENCE_OPS, Sampler, triton_ops
+from backend.worker.decoders import StepDecoder, make_decoder
+from backend.worker.input_batch import InputBatch, StepInput
 from backend.worker.kv_cache import KVCacheShape
+from backend.worker.memory_profile import free_after_profile_run
+from backend.worker.step_tensors import HostBuffers, to_device
+from backend.worker.token_download import TokenDownload
+from kernels.reference.record_tokens import record_tokens as reference_record_tokens
+
+if TYPE_CHECKING:
+    from backend.worker.decode_graphs import DecodeGraphs
+    from backend.worker.mixed_graphs import MixedGraphs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,13 +45,31 @@ class ModelRunner:
         self._config = config
         self._device = torch.device(config.model.device)
         self._dtype = DTYPES[config.model.dtype]
-        self._attention = ReferenceAttention()
-        self._sampler = Sampler()
-        self._loaded: LoadedModel | None = None
-        self._layer_caches: list[LayerCache] = []
-        self._batch: InputBatch | None = None
+        if config.kernels.backend == "triton":
+            from kernels.ops.record_tokens import record_tokens  # needs triton, which a CPU does without
+
+            self._record_tokens, self._sampling_ops = record_tokens, triton_ops()
+        else:
+            self._record_tokens, self._sampling_ops = reference_record_tokens, REFERENCE_OPS
+        self._sampler = Sampler(self._sampling_ops)
+        self._uploads, self._downloads = HostBuffers(self._device), HostBuffers(self._device)
+        self._not_finite = (
+            "the model's logits are not finite for this request: a value overflowed in "
+            f"{config.model.dtype}, or a weight is damaged"
+        )
+        self._let_go()
         if config.model.device == "cpu" and config.kernels.cpu_threads:
             torch.set_num_threads(config.kernels.cpu_threads)
+
+    def _let_go(self) -> None:
+        self._loaded: LoadedModel | None = None
+        self._decoder: StepDecoder | None = None
+        self._attention: AttentionBackend | None = None
+        self._layer_caches: list[LayerCache] = []
+        self._sampled_token_ids: Tensor | None = None  # int64 [max_num_seqs + 1]; the last is for padding
+        self._batch: InputBatch | None = None
+        self._decode_graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
 
     def load_model(self, source: ModelSource, on_progress: Callable[[float, float], None] | None = None) -> LoadedModel:
         """Read the weights onto the device; `on_progress` gets bytes done and in all."""
@@ -50,6 +79,7 @@ class ModelRunner:
             raise CapacityError(
                 f"{source.name} does not fit the GPU in {self._config.model.dtype}: choose a smaller model or free the card"
             ) from error
+        self._decoder, self._attention = make_decoder(self._loaded.model, self._config.kernels)
         return self._loaded
 
     @property
@@ -70,19 +100,20 @@ class ModelRunner:
     @torch.inference_mode()
     def determine_num_blocks(self) -> int:
         """Usable KV blocks: as configured, or what the memory settings leave, but no more than could ever be used."""
-        cache = self._config.cache
+        cache, scheduler = self._config.cache, self._config.scheduler
         if cache.num_blocks is not None:
             return cache.num_blocks
         shape = self.kv_cache_shape
-        scheduler = self._config.scheduler
         assert scheduler.max_num_seqs is not None
         assert self._config.model.max_model_len is not None
         useful = scheduler.max_num_seqs * -(-self._config.model.max_model_len // cache.block_size)
         if self._device.type == "cpu":
             room = shape.blocks_in(cache.cpu_bytes, f"cache.cpu_bytes = {cache.cpu_bytes:,}")
         else:
-            what = f"cache.gpu_memory_utilization = {cache.gpu_memory_utilization}"
-            room = shape.blocks_in(self._free_after_profile_run(), what)
+            assert self._decoder is not None
+            assert self._attention is not None
+            free = free_after_profile_run(self._config, self._decoder, self._attention, self._sampler, shape)
+            room = shape.blocks_in(free, f"cache.gpu_memory_utilization = {cache.gpu_memory_utilization}")
         return min(room, useful)
 
     def initialize_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
@@ -90,42 +121,124 @@ class ModelRunner:
 
         Raises `CapacityError` when the device has too little memory.
         """
+        max_num_seqs, block_size = self._config.scheduler.max_num_seqs, self._config.cache.block_size
+        assert max_num_seqs is not None
         self._layer_caches = self.kv_cache_shape.allocate(num_blocks, self._device)
-        assert self._config.scheduler.max_num_seqs is not None
-        self._batch = InputBatch(
-            self._config.scheduler.max_num_seqs, max_model_len, self._config.cache.block_size, self._device
-        )
+        self._sampled_token_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)
+        self._batch = InputBatch(max_num_seqs, max_model_len, block_size)
+
+    def capture_cuda_graphs(self, max_model_len: int, on_progress: Callable[[int, int], None]) -> None:
+        """Capture the graphs of steps, if this engine has any; `on_progress` gets graphs done and in all.
+
+        Raises `CapacityError` when there is no memory left for them.
+        """
+        if self._config.kernels.enforce_eager:
+            return
+        from backend.worker.graphs import capture_graphs  # needs triton, which a CPU does without
+
+        assert self._decoder is not None
+        assert self._attention is not None
+        assert self._sampled_token_ids is not None
+        try:
+            self._decode_graphs, self._mixed_graphs = capture_graphs(
+                self._config,
+                self._decoder,
+                self._attention,
+                self._layer_caches,
+                self._sampled_token_ids,
+                vocab_size=self.loaded.config.vocab_size,
+                max_model_len=max_model_len,
+                on_progress=on_progress,
+            )
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                "the GPU has no memory left for the CUDA graphs of a step; lower cache.gpu_memory_utilization, "
+                "cache.num_blocks or scheduler.max_num_seqs, or set kernels.enforce_eager = true"
+            ) from error
 
     @torch.inference_mode()
-    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step: forward over every scheduled token, sample where a request's last token was among them."""
+    def submit(self, scheduled: SchedulerOutput) -> PendingOutput:
+        """Start a step: forward over every scheduled token, sample where a request's last token is among them.
+
+        On CUDA this returns while the device works; on a CPU the step is done. Raises `CapacityError` when the device
+        runs out of memory.
+        """
         batch = self._batch
         if batch is None:
             raise RuntimeError("the KV cache is not initialized")
-        batch.update(scheduled)
         if not scheduled.num_scheduled_tokens:
-            return ModelRunnerOutput({})  # a step that could only preempt
+            batch.update(scheduled)
+            return FinishedOutput(ModelRunnerOutput({}))  # a step that could only preempt
+        try:
+            request_ids, outcomes = self._start(batch, scheduled)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"the GPU ran out of memory in a step of {scheduled.total_num_scheduled_tokens:,} tokens; lower "
+                "cache.gpu_memory_utilization or scheduler.max_num_batched_tokens"
+            ) from error
+        return TokenDownload(request_ids, outcomes, self._downloads, self._not_finite)
+
+    def _start(self, batch: InputBatch, scheduled: SchedulerOutput) -> tuple[list[str], Tensor]:
+        """The requests that the step samples, and what becomes of each: see `_sample`."""
+        graphs = self._decode_graphs
+        if graphs is not None:
+            max_seq_len = batch.repeats(scheduled)
+            if max_seq_len is not None and graphs.holds(max_seq_len):
+                step = batch.build_repeat(scheduled)
+                output = graphs.replay_again(step, self._uploads)
+                if step.sampling is None:
+                    return step.request_ids, output.outcomes
+                return step.request_ids, self._sample(output.logits, step.sampling, self._upload(step.rows))
+        batch.update(scheduled)
         step = batch.build(scheduled)
-        model = self.loaded.model
-        hidden = model(step.token_ids, step.metadata.positions, self._layer_caches, step.metadata, self._attention)
+        if graphs is not None:
+            if graphs.fits(step):
+                return step.sampled_request_ids, self._replay(graphs, step)
+            graphs.forget()
+        if self._mixed_graphs is not None and self._mixed_graphs.fits(step):
+            output = self._mixed_graphs.replay(step, self._uploads)
+            if step.sampling is None:
+                return step.sampled_request_ids, output.outcomes
+            rows = self._upload(step.sampled_rows)
+            return step.sampled_request_ids, self._sample(output.logits, step.sampling, rows)
+        return step.sampled_request_ids, self._forward(step)
+
+    def _replay(self, graphs: DecodeGraphs, step: StepInput) -> Tensor:
+        output = graphs.replay(step, self._uploads)
+        if step.sampling is None and len(step.sampled_reqs) == step.num_reqs:
+            return output.outcomes
+        # Rows that are in the middle of their prompt have no token; they come with small budgets only.
+        reqs = self._upload(step.sampled_reqs)
+        if step.sampling is None:
+            return output.outcomes[reqs]
+        return self._sample(output.logits[reqs], step.sampling, self._upload(step.sampled_rows))
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _forward(self, step: StepInput) -> Tensor:
+        decoder, attention, sampled_token_ids = self._decoder, self._attention, self._sampled_token_ids
+        assert decoder is not None
+        assert attention is not None
+        assert sampled_token_ids is not None
+        tensors = to_device(step, self._uploads, self._device)
+        hidden = decoder.forward(
+            tensors.token_ids, tensors.token_rows, sampled_token_ids, self._layer_caches, tensors.metadata, attention
+        )
         if not step.sampled_request_ids:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # else this step's time would show up in the next one
-            return ModelRunnerOutput({})
-        sampled = self._sampler(model.compute_logits(hidden[step.logits_indices]), step.sampling)
-        token_ids, errors = {}, {}
-        for request_id, token_id, finite in zip(
-            step.sampled_request_ids, sampled.token_ids, sampled.finite, strict=True
-        ):
-            if finite:
-                batch.append(request_id, token_id)
-                token_ids[request_id] = [token_id]
-            else:
-                errors[request_id] = (
-                    "the model's logits are not finite for this request: a value overflowed in "
-                    f"{self._config.model.dtype}, or a weight is damaged"
-                )
-        return ModelRunnerOutput(token_ids, errors)
+            return tensors.sampled_rows
+        logits = decoder.compute_logits(hidden[tensors.logits_indices])
+        return self._sample(logits, step.sampling, tensors.sampled_rows)
+
+    def _sample(self, logits: Tensor, sampling: SamplingMetadata | None, rows: Tensor) -> Tensor:
+        """Each row's token, int64, or -1 where its logits are not finite. It becomes the last one of its request."""
+        assert self._sampled_token_ids is not None
+        if sampling is None:
+            token_ids, finite = self._sampling_ops.greedy_tokens(logits)
+        else:
+            sampled = self._sampler(logits, sampling)
+            token_ids, finite = sampled.token_ids, sampled.finite
+        return self._record_tokens(token_ids, finite, rows, self._sampled_token_ids)
 
     def memory(self) -> MemoryUse:
         """Bytes held now. Safe from any thread."""
@@ -144,55 +257,8 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Let go of every tensor and give the card its memory back."""
-        self._loaded, self._layer_caches, self._batch = None, [], None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # a graph must not be destroyed while it runs
+        self._let_go()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _free_after_profile_run(self) -> int:
-        """Bytes of the card's share that remain after the weights and the largest step's activations."""
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        try:
-            activations = self._profile_run()
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                "the largest step does not fit the GPU beside the weights; lower scheduler.max_num_batched_tokens, "
-                "scheduler.max_num_seqs or model.max_model_len"
-            ) from error
-        torch.cuda.empty_cache()
-        used = total - free  # weights, this process' context and whatever else is on the card
-        return int(total * self._config.cache.gpu_memory_utilization) - used - activations
-
-    def _profile_run(self) -> int:
-        """Peak bytes of a step as large as the scheduler may make it.
-
-        A full token budget at the end of the longest context, and sampling for as many rows as there may be requests. The
-        context's blocks are all the same few: what counts is how much attention reads, not what.
-        """
-        scheduler, model_settings = self._config.scheduler, self._config.model
-        assert scheduler.max_num_batched_tokens is not None
-        assert scheduler.max_num_seqs is not None
-        assert model_settings.max_model_len is not None
-        length = model_settings.max_model_len
-        query_len = min(scheduler.max_num_batched_tokens, length)
-        num_reqs = -(-scheduler.max_num_batched_tokens // query_len)
-        num_tokens, blocks_each = num_reqs * query_len, -(-length // self._config.cache.block_size)
-        caches = self.kv_cache_shape.allocate(1, self._device)
-        positions = torch.arange(length - query_len, length, device=self._device).repeat(num_reqs)
-        metadata = AttentionMetadata(
-            query_start_loc=torch.arange(num_reqs + 1, dtype=torch.int32, device=self._device) * query_len,
-            seq_lens=torch.full((num_reqs,), length, dtype=torch.int32, device=self._device),
-            block_table=torch.ones((num_reqs, blocks_each), dtype=torch.int32, device=self._device),
-            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=self._device),
-            positions=positions,
-        )
-        rows = min(scheduler.max_num_seqs, num_tokens)
-        sampled = SamplingParams(temperature=1.0)
-        held = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        model = self.loaded.model
-        token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        hidden = model(token_ids, positions, caches, metadata, self._attention)
-        self._sampler(model.compute_logits(hidden[:rows]), SamplingMetadata([sampled] * rows, [0] * rows, [()] * rows))
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.max_memory_allocated(self._device) - held

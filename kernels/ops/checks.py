@@ -19,8 +19,12 @@ def check_tensor(
     name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise ValueError unless `tensor` is of this shape (None: any size), dtype and device, its last dimension dense."""
-    actual = tuple(tensor.shape)
-    if len(actual) != len(shape) or any(size not in (None, got) for size, got in zip(shape, actual, strict=True)):
+    # Every launch comes through here several times: plain comparisons, and words only where one fails.
+    actual = tensor.shape
+    fits = len(actual) == len(shape)
+    for wanted_size, size in zip(shape, actual):  # noqa: B905  (lengths may differ)
+        fits = fits and (wanted_size is None or wanted_size == size)
+    if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {list(actual)}; expected [{wanted}]")
     if tensor.dtype != dtype:

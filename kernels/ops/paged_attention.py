@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.checks import check_float_dtype, check_tensor
+from kernels.ops.pdl import supports_pdl
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
@@ -22,6 +23,8 @@ class TileSizes(NamedTuple):
     block_m: int  # power of two; rows from block_q * group on are idle
     block_n: int  # keys per iteration, power of two
     block_d: int  # head_dim, padded to a power of two
+    num_warps: int
+    num_stages: int
 
 
 def tile_sizes(num_tokens: int, num_reqs: int, group: int, head_dim: int, element_bytes: int) -> TileSizes:
@@ -30,13 +33,94 @@ def tile_sizes(num_tokens: int, num_reqs: int, group: int, head_dim: int, elemen
     row_bytes = block_d * element_bytes
     # tl.dot wants 16 rows at least; a request with one query row fills no more than its group.
     block_m = max(16, triton.next_power_of_2(group))
+    block_n, num_warps, num_stages = (64, 4, 3) if row_bytes <= 256 else (32, 4, 2)
     if num_tokens > 4 * num_reqs:
-        block_m = max(block_m, 64 if row_bytes <= 512 else 32)
-    block_n = 64 if row_bytes <= 256 else 32
-    return TileSizes(block_m // group, block_m, block_n, block_d)
+        # Of what was tried on an H100 in bfloat16, the fastest at head_dim 64, and at 128 for prompts short and long.
+        if row_bytes <= 128:
+            block_m, block_n, num_stages = max(block_m, 64), 128, 2
+        elif row_bytes == 256:
+            block_m = max(block_m, 128)
+            block_n, num_warps, num_stages = (32, 4, 4) if num_tokens <= 1536 * num_reqs else (64, 8, 2)
+        else:
+            block_m = max(block_m, 64 if row_bytes <= 512 else 32)
+    return TileSizes(block_m // group, block_m, block_n, block_d, num_warps, num_stages)
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit
+def _attend_keys(
+    row_max,
+    row_sum,
+    attended,
+    query,
+    position,
+    begin,
+    stop,
+    end,
+    block_ids_ptr,
+    key_head_ptr,
+    value_head_ptr,
+    scale_log2,
+    stride_key_cache_block,
+    stride_key_cache_slot,
+    stride_value_cache_block,
+    stride_value_cache_slot,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add the keys of `begin <= position < stop` to the running softmax; MASKED where a row may not see all of them."""
+    column = tl.arange(0, BLOCK_D)
+    column_mask = column < HEAD_DIM
+    for key_start in range(begin, stop, BLOCK_N):
+        key_position = key_start + tl.arange(0, BLOCK_N)
+        # Slots past the end may hold anything, NaN included, which no weight of zero would undo: they are not loaded.
+        key_mask = key_position < end
+        if MASKED:
+            block_id = tl.load(block_ids_ptr + key_position // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+        else:
+            block_id = tl.load(block_ids_ptr + key_position // BLOCK_SIZE).to(tl.int64)
+        slot = key_position % BLOCK_SIZE
+        key_offset = block_id * stride_key_cache_block + slot * stride_key_cache_slot
+        value_offset = block_id * stride_value_cache_block + slot * stride_value_cache_slot
+        key_ptrs = key_head_ptr + key_offset[None, :] + column[:, None]
+        value_ptrs = value_head_ptr + value_offset[:, None] + column[None, :]
+        if MASKED:
+            key = tl.load(key_ptrs, mask=key_mask[None, :] & column_mask[:, None], other=0.0)
+            value = tl.load(value_ptrs, mask=key_mask[:, None] & column_mask[None, :], other=0.0)
+        elif HEAD_DIM < BLOCK_D:
+            key = tl.load(key_ptrs, mask=column_mask[:, None], other=0.0)
+            value = tl.load(value_ptrs, mask=column_mask[None, :], other=0.0)
+        else:
+            key = tl.load(key_ptrs)
+            value = tl.load(value_ptrs)
+
+        # "ieee": float32 products are not to be rounded to TF32; other dtypes ignore it.
+        scores = tl.dot(query, key, input_precision="ieee") * scale_log2
+        if MASKED:
+            visible = key_position[None, :] <= position[:, None]
+            if WINDOW is not None:
+                visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        # A row whose window begins behind these keys has seen none, and -inf - -inf is NaN.
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+        weights = tl.exp2(scores - finite_max[:, None])
+        rescale = tl.exp2(row_max - finite_max)
+        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+        attended = attended * rescale[:, None]
+        attended = tl.dot(weights.to(value.dtype), value, attended, input_precision="ieee")
+        row_max = new_max
+    return row_max, row_sum, attended
+
+
+# Not a kernel for each size of a batch, width and alignment of its table, which change from step to step.
+@triton.jit(
+    do_not_specialize=["num_reqs", "stride_block_table_req"],
+    do_not_specialize_on_alignment=["block_table_ptr", "query_start_loc_ptr", "seq_lens_ptr"],
+)
 def _paged_attention_kernel(
     output_ptr,
     query_ptr,
@@ -66,6 +150,7 @@ def _paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One tile of a request's query rows and one KV head per program, with an online softmax over its keys.
 
@@ -76,6 +161,9 @@ def _paged_attention_kernel(
 
     Grid: (num_tokens // BLOCK_Q + num_reqs, num_kv_heads).
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0)
     # int64, as everything that is multiplied by a cache's strides: a pool passes 2^31 elements.
     kv_head = tl.program_id(1).to(tl.int64)
@@ -112,51 +200,69 @@ def _paged_attention_kernel(
     if WINDOW is not None:
         begin = tl.maximum(num_computed + first_row - WINDOW + 1, 0)
     end = num_computed + tl.minimum(first_row + BLOCK_Q, query_len)
+    # Whole tiles of keys that every row sees need no mask; with a window there is no telling, so there are none.
+    unmasked_end = begin
+    if WINDOW is None:
+        unmasked_end = (num_computed + first_row + 1) // BLOCK_N * BLOCK_N
     block_ids_ptr = block_table_ptr + request * stride_block_table_req
+    key_head_ptr = key_cache_ptr + kv_head * stride_key_cache_head
+    value_head_ptr = value_cache_ptr + kv_head * stride_value_cache_head
     scale_log2 = scale * 1.4426950408889634  # exp(x) = exp2(x * log2(e)), and exp2 is what the hardware has
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     attended = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    for key_start in range(begin, end, BLOCK_N):
-        key_position = key_start + tl.arange(0, BLOCK_N)
-        # Slots past the end may hold anything, NaN included, which no weight of zero would undo: they are not loaded.
-        key_mask = key_position < end
-        block_id = tl.load(block_ids_ptr + key_position // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
-        slot = key_position % BLOCK_SIZE
-        key_offset = block_id * stride_key_cache_block + slot * stride_key_cache_slot + kv_head * stride_key_cache_head
-        key = tl.load(
-            key_cache_ptr + key_offset[None, :] + column[:, None],
-            mask=key_mask[None, :] & column_mask[:, None],
-            other=0.0,
-        )
-        value_offset = (
-            block_id * stride_value_cache_block + slot * stride_value_cache_slot + kv_head * stride_value_cache_head
-        )
-        value = tl.load(
-            value_cache_ptr + value_offset[:, None] + column[None, :],
-            mask=key_mask[:, None] & column_mask[None, :],
-            other=0.0,
-        )
-
-        # "ieee": float32 products are not to be rounded to TF32; other dtypes ignore it.
-        scores = tl.dot(query, key, input_precision="ieee") * scale_log2
-        visible = key_position[None, :] <= position[:, None]
-        if WINDOW is not None:
-            visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        # A row whose window begins behind these keys has seen none, and -inf - -inf is NaN.
-        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - finite_max[:, None])
-        rescale = tl.exp2(row_max - finite_max)
-        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
-        attended = attended * rescale[:, None]
-        attended += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        row_max = new_max
+    row_max, row_sum, attended = _attend_keys(
+        row_max,
+        row_sum,
+        attended,
+        query,
+        position,
+        begin,
+        unmasked_end,
+        end,
+        block_ids_ptr,
+        key_head_ptr,
+        value_head_ptr,
+        scale_log2,
+        stride_key_cache_block,
+        stride_key_cache_slot,
+        stride_value_cache_block,
+        stride_value_cache_slot,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        WINDOW,
+        BLOCK_N,
+        BLOCK_D,
+        False,
+    )
+    row_max, row_sum, attended = _attend_keys(
+        row_max,
+        row_sum,
+        attended,
+        query,
+        position,
+        unmasked_end,
+        end,
+        end,
+        block_ids_ptr,
+        key_head_ptr,
+        value_head_ptr,
+        scale_log2,
+        stride_key_cache_block,
+        stride_key_cache_slot,
+        stride_value_cache_block,
+        stride_value_cache_slot,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        WINDOW,
+        BLOCK_N,
+        BLOCK_D,
+        True,
+    )
 
     output_offset = token_index * stride_output_token + head * stride_output_head
-    output = (attended / row_sum[:, None]).to(output_ptr.dtype.element_ty)
+    # A padding row has no keys: zeros, not 0 / 0.
+    output = (attended / tl.where(row_sum > 0, row_sum, 1.0)[:, None]).to(output_ptr.dtype.element_ty)
     tl.store(output_ptr + output_offset[:, None] + column[None, :], output, mask=mask)
 
 
@@ -169,6 +275,9 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
+    *,
+    output: Tensor | None = None,
+    tiles: TileSizes | None = None,
 ) -> Tensor:
     """Attend from each query row to its request's positions up to its own.
 
@@ -187,9 +296,12 @@ def paged_attention(
         seq_lens: int32 [num_reqs], stride (1,), at least the request's query_len
         scale: factor of the scores, usually head_dim ** -0.5
         window: positions a row attends to, its own included; None for all
+        output: where to write, query.dtype [num_tokens, num_heads, head_dim], strides (any, any, 1); a new tensor by
+            default
+        tiles: how to cut the launch; by default chosen from the sizes. Fixed, a row's sums depend on its request alone.
     Returns:
-        query.dtype [num_tokens, num_heads, head_dim], contiguous; rows past query_start_loc[-1] are unspecified.
-        Nothing is mutated.
+        query.dtype [num_tokens, num_heads, head_dim]; rows past query_start_loc[-1] are unspecified. Nothing but
+        `output` is mutated.
     Raises:
         ValueError: a shape, dtype, device or stride is not as above, num_kv_heads does not divide num_heads, a group
             has more than 128 heads, head_dim is above 256, or window is below 1. Values on the device are not read.
@@ -214,10 +326,13 @@ def paged_attention(
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; allowed are 1 and more, or None")
 
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if output is None:
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    check_tensor("output", output, tuple(query.shape), query.dtype, query.device)
     if output.numel() == 0 or num_reqs == 0:
         return output
-    tiles = tile_sizes(num_tokens, num_reqs, group, head_dim, query.element_size())
+    pdl = supports_pdl(query.device)
+    tiles = tiles or tile_sizes(num_tokens, num_reqs, group, head_dim, query.element_size())
     _paged_attention_kernel[(num_tokens // tiles.block_q + num_reqs, num_kv_heads)](
         output,
         query,
@@ -247,7 +362,9 @@ def paged_attention(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=tiles.block_d,
-        num_warps=4,  # pyright: ignore[reportCallIssue]  (a launch option, not the kernel's)
-        num_stages=2,  # pyright: ignore[reportCallIssue]
+        PDL=pdl,
+        num_warps=tiles.num_warps,  # pyright: ignore[reportCallIssue]  (launch options, not the kernel's)
+        num_stages=tiles.num_stages,  # pyright: ignore[reportCallIssue]
+        launch_pdl=pdl,  # pyright: ignore[reportCallIssue]
     )
     return output

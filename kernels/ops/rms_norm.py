@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.checks import check_float_dtype, check_tensor
+from kernels.ops.pdl import supports_pdl
 
 MAX_HIDDEN = 65536
 
@@ -22,8 +23,12 @@ def _rms_norm_kernel(
     stride_x_token,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token per program, its row in registers: read once, written once. Grid: (num_tokens,)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
@@ -61,6 +66,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if output.numel() == 0:
         return output
     block = triton.next_power_of_2(hidden)
+    pdl = supports_pdl(x.device)
     _rms_norm_kernel[(num_tokens,)](
         output,
         x,
@@ -70,6 +76,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x.stride(0),
         HIDDEN=hidden,
         BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),  # pyright: ignore[reportCallIssue]  (a launch option)
+        PDL=pdl,
+        num_warps=min(max(block // 512, 1), 16),  # pyright: ignore[reportCallIssue]  (launch options, not the kernel's)
+        launch_pdl=pdl,  # pyright: ignore[reportCallIssue]
     )
     return output

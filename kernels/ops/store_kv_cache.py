@@ -10,7 +10,8 @@ from torch import Tensor
 from kernels.ops.checks import check_float_dtype, check_tensor
 
 
-@triton.jit
+# A step\'s arrays lie end to end in one buffer: where each begins is not to make another kernel of it.
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])
 def _store_kv_cache_kernel(
     key_ptr,
     value_ptr,

@@ -1,10 +1,13 @@
-"""The engine on a CUDA device, through the same references as on the CPU."""
+"""The engine on a CUDA device: Triton kernels, CUDA graphs, steps scheduled ahead."""
 
 from __future__ import annotations
 
 import random
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ import torch
 from backend.engine.engine_host import EngineHost
 from backend.errors import CapacityError
 from backend.models.sources import ModelSource
-from tests.engine.driving import answers, config_of, tokens
+from tests.engine.driving import answers, config_of, submit, tokens
 from tests.helpers import assert_greedy, dense_greedy, load_oracle
 
 pytestmark = pytest.mark.gpu
@@ -30,12 +33,104 @@ def prompts() -> dict[str, list[int]]:
     return {f"p{length}": [rng.randrange(256) for _ in range(length)] for length in (1, 15, 16, 17, 100, 513)}
 
 
-def test_fp32_gives_the_tokens_of_the_dense_model(gpu_host: EngineHost, tiny_llama: Path) -> None:
+MANY_WAYS: list[dict[str, Any]] = [
+    {},
+    {"kernels__enforce_eager": True},
+    {"scheduler__async_scheduling": False},
+    {"scheduler__max_num_batched_tokens": 33},
+    {"scheduler__max_num_batched_tokens": 33, "kernels__enforce_eager": True},
+    {"cache__num_blocks": 40},
+    {"cache__block_size": 1},
+    {"cache__block_size": 256},
+    {"scheduler__max_num_seqs": 3},
+    {"kernels__batch_invariant": True},
+    {"kernels__backend": "reference"},
+]
+
+
+@pytest.mark.parametrize("overrides", MANY_WAYS, ids=str)
+def test_fp32_gives_the_tokens_of_the_dense_model(
+    gpu_host: EngineHost, tiny_llama: Path, overrides: dict[str, Any]
+) -> None:
     oracle = load_oracle(tiny_llama)
     expected = {key: dense_greedy(oracle, prompt, 20) for key, prompt in prompts().items()}
-    for overrides in ({}, {"scheduler__max_num_batched_tokens": 33}, {"cache__num_blocks": 40}):
-        gpu_host.load(config_of(tiny_llama, model__device="cuda", model__dtype="float32", **overrides))
-        assert tokens(gpu_host, prompts(), max_tokens=20, ignore_eos=True) == expected
+    gpu_host.load(config_of(tiny_llama, model__device="cuda", model__dtype="float32", **overrides))
+    assert tokens(gpu_host, prompts(), max_tokens=20, ignore_eos=True) == expected
+
+
+def test_decode_steps_are_graph_replays_that_go_on_by_themselves(
+    gpu_host: EngineHost, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backend.worker.decode_graphs import DecodeGraphs
+    from backend.worker.mixed_graphs import MixedGraphs
+
+    calls = Counter[str]()
+    for owner, name in ((DecodeGraphs, "replay"), (DecodeGraphs, "replay_again"), (MixedGraphs, "replay")):
+
+        def counted(
+            self: Any, *args: Any, _call: Any = getattr(owner, name), _key: str = f"{owner.__name__}.{name}"
+        ) -> Any:
+            calls[_key] += 1
+            return _call(self, *args)
+
+        monkeypatch.setattr(owner, name, counted)
+    gpu_host.load(config_of(tiny_llama, model__device="cuda", model__dtype="float32"))
+    oracle = load_oracle(tiny_llama)
+    (answer,) = tokens(gpu_host, {"a": list(range(50))}, max_tokens=40, ignore_eos=True).values()
+    assert answer == dense_greedy(oracle, list(range(50)), 40)
+    # The prompt, the first single token, and all that follow, three of them into a new block.
+    assert calls == {"MixedGraphs.replay": 1, "DecodeGraphs.replay": 1, "DecodeGraphs.replay_again": 38}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 7}], ids=["greedy", "sampled"])
+def test_batch_invariant_tokens_are_equal_bit_for_bit(
+    gpu_host: EngineHost, tiny_llama: Path, sampling: dict[str, Any]
+) -> None:
+    """bfloat16: alone, batched, chunked, preempted, with and without graphs."""
+    settings = {"model__device": "cuda", "model__dtype": "bfloat16", "kernels__batch_invariant": True}
+    options = {"max_tokens": 40, "ignore_eos": True} | sampling
+    gpu_host.load(config_of(tiny_llama, **settings))
+    alone = {key: tokens(gpu_host, {key: prompt}, **options)[key] for key, prompt in prompts().items()}
+    for overrides in (
+        {},
+        {"scheduler__max_num_batched_tokens": 33},
+        {"cache__num_blocks": 40},
+        {"kernels__enforce_eager": True},
+    ):
+        gpu_host.load(config_of(tiny_llama, **settings, **overrides))
+        assert tokens(gpu_host, prompts(), **options) == alone, overrides
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_traffic_gives_the_same_tokens_on_every_path(gpu_host: EngineHost, tiny_llama: Path, seed: int) -> None:
+    """Arrivals at all times, other lengths and draws for each: graphs and steps ahead against neither."""
+    rng = random.Random(seed)
+    requests = {
+        str(index): (
+            [rng.randrange(256) for _ in range(rng.choice([1, 2, 15, 16, 17, 60, 200]))],
+            {"max_tokens": rng.randint(1, 60), "temperature": rng.choice([0.0, 0.0, 0.7]), "seed": index, "top_k": 40},
+        )
+        for index in range(60)
+    }
+    results = []
+    for overrides in ({}, {"kernels__enforce_eager": True, "scheduler__async_scheduling": False}):
+        gpu_host.load(
+            config_of(
+                tiny_llama,
+                model__device="cuda",
+                model__dtype="float32",
+                scheduler__max_num_seqs=24,
+                cache__num_blocks=150,
+                **overrides,
+            )
+        )
+        waits = random.Random(seed)
+        collected = {}
+        for key, (prompt, options) in requests.items():
+            collected[key] = submit(gpu_host, key, prompt, ignore_eos=True, **options)
+            time.sleep(waits.choice([0.0, 0.0, 0.01]))
+        results.append({key: (answer.last.finish_reason, answer.token_ids) for key, answer in collected.items()})
+    assert results[0] == results[1]
 
 
 def test_the_default_model_in_its_default_dtype(gpu_host: EngineHost, smollm2: ModelSource) -> None:

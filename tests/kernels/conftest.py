@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-    # The variable is read when a function is decorated, triton's own library included, and another test's imports
-    # (transformers imports triton) may have come first. The compiled part stays: it cannot be loaded twice.
-    for _name in list(sys.modules):
-        _is_triton = _name.split(".")[0] == "triton" and not _name.startswith("triton._C")
-        if _is_triton or _name.startswith("kernels.ops."):
-            del sys.modules[_name]
+from tests.interpreter import interpret_without_cuda
+
+interpret_without_cuda()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -8,31 +10,51 @@ import pytest
 import torch
 
 import kernels.benchmark as benchmark
+from kernels import limits, timing
+from kernels.kernel_op import KernelOp
+from kernels.limits import Limits
 from kernels.registry import REGISTRY
+from kernels.timing import Rotation
+
+CPU = torch.device("cpu")
+ONCE = Rotation([{}], needs_sweep=False)
+FAST = Limits("a card", "float32", 2**20, 1e15, 1e18)  # faster than anything that is timed here
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {name: replace(op, shapes={"small": {}}) for name, op in REGISTRY.items()}
     monkeypatch.setattr(benchmark, "REGISTRY", small)
-    monkeypatch.setattr(benchmark, "CPU_ROTATION_BYTES", 2**18)
-    monkeypatch.setattr(benchmark, "measure_copy_limit", lambda device: 1e9)
+    monkeypatch.setattr(timing, "CPU_CACHE_BYTES", 2**16)
+    monkeypatch.setattr(benchmark, "measure_limits", lambda device, dtype: replace(FAST, read_bytes_per_s=1e12))
+
+
+def bench(monkeypatch: pytest.MonkeyPatch, measured: Limits, later: Limits | None = None) -> benchmark.Benchmark:
+    """A benchmark that measures these limits, first and again."""
+    answers = iter([measured, later or measured])
+    monkeypatch.setattr(benchmark, "measure_limits", lambda device, dtype: next(answers))
+    return benchmark.Benchmark(CPU, torch.float32)
+
+
+# The command
 
 
 @pytest.mark.usefixtures("quick")
 def test_times_every_reference_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.main(["--device", "cpu", "--json"])
     timings = json.loads(capsys.readouterr().out)
-    assert [timing["op"] for timing in timings] == list(REGISTRY)
-    for timing in timings:
-        op = REGISTRY[timing["op"]]
-        inputs = op.make_inputs(torch.float32, torch.device("cpu"))
-        seconds = timing["p50_us"] / 1e6
-        assert 0 < timing["p20_us"] <= timing["p50_us"] <= timing["p80_us"]
-        assert timing["implementation"] == "reference"
-        assert timing["gb_per_s"] == pytest.approx(op.bytes_moved(inputs) / seconds / 1e9)
-        assert timing["tflop_per_s"] == pytest.approx(op.flops(inputs) / seconds / 1e12)
-        assert timing["share_of_copy_limit"] == pytest.approx(op.bytes_moved(inputs) / seconds / 1e9)
+    assert [item["op"] for item in timings] == list(REGISTRY)
+    for item in timings:
+        op = REGISTRY[item["op"]]
+        inputs = op.make_inputs(torch.float32, CPU)
+        seconds = item["p50_us"] / 1e6
+        assert 0 < item["p20_us"] <= item["p50_us"] <= item["p80_us"]
+        assert item["num_samples"] >= 20
+        assert item["implementation"] == "reference"
+        assert item["gb_per_s"] == pytest.approx(op.bytes_moved(inputs) / seconds / 1e9)
+        assert item["tflop_per_s"] == pytest.approx(op.flops(inputs) / seconds / 1e12)
+        assert item["share_of_limit"] == pytest.approx(op.bytes_moved(inputs) / seconds / 1e12)
+        assert item["limited_by"] == "bandwidth"
 
 
 @pytest.mark.usefixtures("quick")
@@ -40,24 +62,6 @@ def test_prints_a_line_per_shape(capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.main(["rms_norm", "--device", "cpu", "--dtype", "bfloat16"])
     (line,) = capsys.readouterr().out.splitlines()
     assert line.split()[:4] == ["rms_norm", "small", "bfloat16", "reference"]
-
-
-def test_first_calls_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(10**6))
-    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(clock))
-    calls: list[int] = []
-    seconds = benchmark._cpu_seconds(lambda index: calls.append(index), [{"index": 0}, {"index": 1}])
-    assert seconds == [1] * benchmark.NUM_SAMPLES
-    assert len(calls) == benchmark.NUM_SAMPLES + benchmark.NUM_WARM_UP_CALLS
-    assert calls[:4] == [0, 1, 0, 1]
-
-
-def test_inputs_rotate_over_more_than_the_caches_hold() -> None:
-    op = REGISTRY["rms_norm"]
-    inputs = op.make_inputs(torch.float32, torch.device("cpu"), num_tokens=1024, hidden=4096)
-    rotation = benchmark._rotation(inputs, op.bytes_moved(inputs), torch.device("cpu"))
-    assert len(rotation) * op.bytes_moved(inputs) > benchmark.CPU_ROTATION_BYTES
-    assert len({copy["x"].data_ptr() for copy in rotation}) == len(rotation)
 
 
 @pytest.mark.parametrize(
@@ -73,21 +77,177 @@ def test_refuses_by_name(arguments: list[str], message: str, capsys: pytest.Capt
     assert message in capsys.readouterr().err
 
 
+# Timing
+
+
+def test_first_calls_are_left_out() -> None:
+    """What a first call does once, compiling or allocating, moves no figure."""
+    calls = itertools.count()
+
+    def call() -> None:
+        if next(calls) < timing.NUM_WARM_UP_CALLS:
+            time.sleep(0.02)
+
+    assert timing.time_call(call, ONCE, CPU, capture=False).p80 < 0.005
+    assert next(calls) == timing.NUM_SAMPLES + timing.NUM_WARM_UP_CALLS
+
+
+def test_a_clock_that_is_set_back_changes_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    jumps = itertools.count()
+    monkeypatch.setattr(time, "time", lambda: 1e9 - 3600 * next(jumps))
+    spread = timing.time_call(lambda: time.sleep(0.002), ONCE, CPU, capture=False)
+    assert 0.002 <= spread.p20 <= spread.p50 <= spread.p80 < 0.05
+
+
+def test_spread_is_interpolated() -> None:
+    assert timing.spread([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == timing.Spread(2.0, 3.5, 5.0, 6)
+
+
+def test_inputs_rotate_over_more_than_the_caches_hold() -> None:
+    op = REGISTRY["rms_norm"]
+    inputs = op.make_inputs(torch.float32, CPU, num_tokens=1024, hidden=4096)
+    bytes_moved = op.bytes_moved(inputs)
+    rotation = timing.rotate(inputs, bytes_moved, CPU)
+    assert not rotation.needs_sweep
+    assert len(rotation.copies) * bytes_moved > timing.CACHE_MULTIPLE * timing.CPU_CACHE_BYTES
+    assert len({copy["x"].data_ptr() for copy in rotation.copies}) == len(rotation.copies)
+
+
+def test_what_cannot_rotate_far_enough_is_swept_before_each_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = REGISTRY["rms_norm"].make_inputs(torch.float32, CPU)
+    rotation = timing.rotate(inputs, 100, CPU)
+    assert rotation.needs_sweep
+    assert len(rotation.copies) == timing.NUM_WARM_UP_CALLS + timing.NUM_SAMPLES
+    swept: list[int] = []
+    monkeypatch.setattr(timing, "_sweeper", lambda rotation, device: lambda: swept.append(1))
+    timing.time_call(lambda: None, Rotation([{}, {}], needs_sweep=True), CPU, capture=False)
+    assert len(swept) == (timing.NUM_WARM_UP_CALLS + timing.NUM_SAMPLES) // 2
+
+
+def test_outputs_of_a_walk_do_not_share_memory() -> None:
+    """Else all of them but the first would be written to a cache."""
+    places: list[int] = []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        output = x + 1
+        places.append(output.data_ptr())
+        return output
+
+    copies = [{"x": torch.zeros(1000)} for _ in range(5)]
+    timing.time_call(call, Rotation(copies, needs_sweep=False), CPU, capture=False)
+    assert all(len(set(places[start : start + 5])) == 5 for start in range(0, 25, 5))
+
+
+# Limits
+
+
+def test_a_figure_above_the_read_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(FAST, read_bytes_per_s=1.0)
+    with pytest.raises(
+        benchmark.ImplausibleTimingError, match=r"GB/s cannot be: .* was measured at 0 GB/s it reads at most"
+    ):
+        bench(monkeypatch, slow).time_shape(REGISTRY["rms_norm"], "reference", "default", {})
+
+
+def test_a_figure_above_the_matmul_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(FAST, matmul_flops_per_s=1.0)
+    with pytest.raises(benchmark.ImplausibleTimingError, match="TFLOP/s it multiplies at most"):
+        bench(monkeypatch, slow).time_shape(REGISTRY["rms_norm"], "reference", "default", {})
+
+
+def test_a_limit_that_a_busy_moment_made_too_low_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = bench(monkeypatch, replace(FAST, read_bytes_per_s=1.0), FAST)
+    timed = session.time_shape(REGISTRY["rms_norm"], "reference", "default", {})
+    assert timed.share_of_limit < 1
+    assert timed.read_limit_gb_per_s == 1e6
+
+
+def test_the_measured_limits_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(limits.READ_BYTES, "cpu", 2**24)
+    monkeypatch.setitem(limits.MATMUL_SIZE, "cpu", 128)
+    measured = limits.measure_limits(CPU, torch.float32)
+    assert 1e8 < measured.read_bytes_per_s < 1e13
+    assert 1e8 < measured.matmul_flops_per_s < 1e14
+
+
+# A CPU's budget
+
+
+def test_a_shape_too_large_for_a_cpu_is_left_out_before_its_memory_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    huge = {"huge": {"num_tokens": 2**30, "hidden": 2**20}}
+    op = replace(REGISTRY["rms_norm"], shapes=huge)
+    omitted, default = bench(monkeypatch, FAST).time_shapes(op, "reference")
+    assert isinstance(omitted, benchmark.Omission)
+    assert (omitted.shape, omitted.is_error) == ("huge", False)
+    assert "64 MiB are too large for a CPU" in omitted.reason
+    assert isinstance(default, benchmark.KernelTiming), "an op none of whose shapes fits is timed on small inputs"
+    assert default.shape == benchmark.DEFAULT_SHAPE
+
+
+def test_a_shape_with_too_much_arithmetic_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = replace(
+        REGISTRY["rms_norm"],
+        shapes={"heavy": {}, "light": {"num_tokens": 1}},
+        flops=lambda i: 2**40 * (len(i["x"]) > 1),
+    )
+    heavy, light = bench(monkeypatch, FAST).time_shapes(op, "reference")
+    assert isinstance(heavy, benchmark.Omission)
+    assert "GFLOP a call are too many" in heavy.reason
+    assert isinstance(light, benchmark.KernelTiming)
+
+
+def test_a_shape_that_takes_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "CPU_CALL_S", 0.005)
+
+    def slow(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        time.sleep(0.01 * (len(x) > 1))
+        return x
+
+    op = replace(REGISTRY["rms_norm"], shapes={"slow": {}, "quick": {"num_tokens": 1}}, reference=slow)
+    omitted, timed = bench(monkeypatch, FAST).time_shapes(op, "reference")
+    assert isinstance(omitted, benchmark.Omission)
+    assert (omitted.reason, omitted.is_error) == ("a call takes 5 ms or more on this CPU", False)
+    assert isinstance(timed, benchmark.KernelTiming)
+
+
+def test_one_broken_op_is_an_error_and_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**inputs: Any) -> None:
+        raise RuntimeError("broken")
+
+    op = replace(REGISTRY["rms_norm"], shapes={"small": {}}, reference=broken)
+    result, _ = bench(monkeypatch, FAST).time_shapes(op, "reference")
+    assert isinstance(result, benchmark.Omission)
+    assert (result.reason, result.is_error) == ("RuntimeError: broken", True)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capture", [False, True])
+def test_agrees_with_events_around_many_calls(capture: bool) -> None:
+    """A matrix product of 4096 squared, timed call by call, against events around fifty of them."""
+    device = torch.device("cuda")
+    left, right = (torch.randn(4096, 4096, dtype=torch.bfloat16, device=device) for _ in range(2))
+    output = torch.empty_like(left)
+    timed = timing.time_call(lambda: torch.mm(left, right, out=output), ONCE, device, capture=capture).p50
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(50):
+        torch.mm(left, right, out=output)
+    end.record()
+    torch.cuda.synchronize()
+    assert timed == pytest.approx(begin.elapsed_time(end) / 1e3 / 50, rel=0.1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", REGISTRY.values(), ids=REGISTRY)
-def test_times_every_kernel_on_a_gpu(op: Any) -> None:
-    device = torch.device("cuda")
-    copy_limit = benchmark.measure_copy_limit(device)
-    assert copy_limit > 1e11
-    for shape, sizes in op.shapes.items():
-        timing = benchmark.time_op(
-            op,
-            implementation="launch",
-            shape=shape,
-            sizes=sizes,
-            dtype=torch.bfloat16,
-            device=device,
-            copy_limit=copy_limit,
-        )
-        assert 0 < timing.p20_us <= timing.p50_us <= timing.p80_us
-        assert timing.share_of_copy_limit < 1.2
+def test_times_every_kernel_on_a_gpu(op: KernelOp) -> None:
+    session = benchmark.Benchmark(torch.device("cuda"), torch.bfloat16)
+    assert session.limits.read_bytes_per_s > 1e11
+    for result in session.time_shapes(op, "launch"):
+        assert isinstance(result, benchmark.KernelTiming), result
+        assert 0 < result.p20_us <= result.p50_us <= result.p80_us
+        assert result.share_of_limit <= benchmark.PLAUSIBLE_SHARE

@@ -16,35 +16,104 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.ops import paged_attention, rms_norm, store_kv_cache
+from kernels.ops import (
+    decode_positions,
+    embed_tokens,
+    norm_gated_linear,
+    norm_linear,
+    norm_qkv_rotary_store,
+    paged_attention,
+    paged_decode_attention,
+    record_tokens,
+    rms_norm,
+    store_kv_cache,
+)
+from kernels.ops.projection import Tiles, default_tiles
 
-INTEGERS = {"block_table_ptr": "*i32", "query_start_loc_ptr": "*i32", "seq_lens_ptr": "*i32", "slot_mapping_ptr": "*i64"}
+TYPES = {
+    "*i64": "token_ids positions slot_mapping rows sampled_token_ids outcome",
+    "*i32": "block_table query_start_loc seq_lens arrivals",
+    "*fp32": "cos_sin_cache square_sums next_square_sums partial partial_max partial_sum",
+    "*i1": "finite",
+}
+POINTERS = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in names.split()}
+CONSUMER_SHARED_BYTES = 99 * 1024  # what a consumer card gives one program
 
 
-def shared_bytes(kernel, constants):
-    signature = {}
-    for name in kernel.arg_names:
+def shared_bytes(kernel, constants, num_warps=4, num_stages=2, without=()):
+    # What is only asked for inside a kernel (a size, a flag of another version) need not be named here.
+    constants = {"PDL": False, "SMALL": True} | constants
+    constants |= dict.fromkeys(without, None)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            signature[name] = INTEGERS.get(name, "*bf16")
+            signature[name] = POINTERS.get(name, "*bf16")
+            attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name in ("eps", "scale") else "i32"
-    source = ASTSource(kernel, signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 2})
+            if name in ("stride_x_token", "stride_weight_row", "num_columns"):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": constants.get("PDL", False)}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert ".target sm_90" in compiled.asm["ptx"]
+    # A kernel that may start early has to wait before it reads what the one before it writes.
+    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == constants.get("PDL", False)
     return compiled.metadata.shared
 
 
-assert shared_bytes(rms_norm._rms_norm_kernel, {"HIDDEN": 576, "BLOCK": 1024}) < 1024
+for pdl in (False, True):
+    assert shared_bytes(rms_norm._rms_norm_kernel, {"HIDDEN": 576, "BLOCK": 1024, "PDL": pdl}) <= CONSUMER_SHARED_BYTES
 sizes = {"BLOCK_SIZE": 24, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "BLOCK": 256}
 assert shared_bytes(store_kv_cache._store_kv_cache_kernel, sizes) == 0
-for num_tokens, head_dim, window in ((8, 80, None), (512, 64, 1000), (512, 256, None)):
+for norm in (False, True):
+    sizes = {"NEXT_NORM": norm, "HIDDEN": 576, "BLOCK": 1024}
+    without = () if norm else ("next_norm_weight_ptr", "scaled_ptr", "square_sums_ptr")
+    # The embeddings' own sums are its output, the only `square_sums_ptr` there is.
+    assert shared_bytes(embed_tokens._embed_tokens_kernel, sizes, without=without) <= CONSUMER_SHARED_BYTES
+for grows in (False, True):
+    sizes = {"GROWS": grows, "BLOCK": 128}
+    without = () if grows else ("seq_lens_ptr",)
+    assert shared_bytes(record_tokens._record_tokens_kernel, sizes, without=without) <= CONSUMER_SHARED_BYTES
+assert shared_bytes(decode_positions._decode_positions_kernel, {"BLOCK_SIZE": 16, "BLOCK": 128}) <= CONSUMER_SHARED_BYTES
+
+for num_tokens, head_dim, window in ((8, 80, None), (512, 64, 1000), (512, 128, None), (512, 256, None)):
     tiles = paged_attention.tile_sizes(num_tokens, 8, 3, head_dim, 2)
-    constants = {"GROUP": 3, "HEAD_DIM": head_dim, "BLOCK_SIZE": 24, "WINDOW": window}
+    constants = {"GROUP": 3, "HEAD_DIM": head_dim, "BLOCK_SIZE": 24, "WINDOW": window, "PDL": window is None}
     constants |= {name.upper(): size for name, size in tiles._asdict().items()}
-    # What a consumer card gives one program.
-    assert shared_bytes(paged_attention._paged_attention_kernel, constants) <= 99 * 1024
+    shared = shared_bytes(paged_attention._paged_attention_kernel, constants, tiles.num_warps, tiles.num_stages)
+    assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
+
+for num_splits, head_dim, window, pdl in ((1, 64, None, False), (16, 80, 1000, True), (64, 128, None, True)):
+    constants = {"GROUP": 3, "HEAD_DIM": head_dim, "BLOCK_SIZE": 24, "WINDOW": window, "PDL": pdl}
+    constants |= {"NUM_SPLITS": num_splits, "MIN_KEYS": 64, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_G": 4}
+    constants |= {"BLOCK_D": triton.next_power_of_2(head_dim), "CHUNK": min(num_splits, 8)}
+    assert shared_bytes(paged_decode_attention._paged_decode_attention_kernel, constants, 4, 1) <= CONSUMER_SHARED_BYTES
+
+EVERYTHING = {"BIAS": True, "RESIDUAL": True, "NEXT_NORM": True, "EVEN_K": False, "BLOCK_PARTS": 64}
+NOTHING = {"BIAS": False, "RESIDUAL": False, "NEXT_NORM": False, "EVEN_K": True, "BLOCK_PARTS": 0}
+HEADS = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "BLOCK_SIZE": 24}
+OPTIONAL = {
+    "BIAS": ("bias_ptr",),
+    "RESIDUAL": ("residual_ptr",),
+    "NEXT_NORM": ("next_norm_weight_ptr", "scaled_ptr", "next_square_sums_ptr"),
+    "BLOCK_PARTS": ("square_sums_ptr",),
+}
+KERNELS = (
+    norm_linear._norm_linear_kernel,
+    norm_gated_linear._norm_gated_linear_kernel,
+    norm_qkv_rotary_store._norm_qkv_rotary_store_kernel,
+)
+for kernel in KERNELS:
+    for tokens, flags, pdl in ((1, EVERYTHING, False), (8, NOTHING, True), (32, EVERYTHING, True)):
+        tiles = default_tiles(tokens, 4096, 4096)
+        without = [name for flag, names in OPTIONAL.items() if not flags[flag] for name in names]
+        constants = HEADS | flags | {"PDL": pdl} | {f"BLOCK_{axis}": tiles[i] for i, axis in enumerate("MNK")}
+        shared = shared_bytes(kernel, constants, tiles.num_warps, tiles.num_stages, without)
+        assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
 print("compiled")
 """
 

@@ -100,6 +100,7 @@ def test_a_mixed_batch_equals_each_request_alone(tiny: tuple[Path, LoadedModel])
             block_table=block_table,
             slot_mapping=slots,
             positions=positions,
+            num_decodes=0,
         )
         return loaded.model(ids, positions, layer_caches, metadata, ReferenceAttention())
 

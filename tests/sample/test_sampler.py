@@ -7,14 +7,17 @@ import pytest
 import torch
 from scipy import stats
 
-from backend.sample.metadata import SamplingMetadata
-from backend.sample.sampler import Sampler
+from backend.sample.metadata import SamplingMetadata, SamplingTensors
+from backend.sample.random import Purpose, uniform
+from backend.sample.sampler import REFERENCE_OPS, Sampler, SamplerOps, triton_ops
 from backend.sampling_params import SamplingParams
+
+CPU = torch.device("cpu")
 
 
 def sample(logits: torch.Tensor, rows: list[dict[str, Any]], positions: list[int] | None = None) -> list[int]:
     metadata = SamplingMetadata([SamplingParams(**row) for row in rows], positions or [0] * len(rows), [()] * len(rows))
-    return Sampler()(logits.float().clone(), metadata).token_ids
+    return Sampler()(logits.float().clone(), metadata).token_ids.tolist()
 
 
 def filtered(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
@@ -93,8 +96,8 @@ def test_a_row_that_is_not_finite_is_named_and_its_neighbours_are_unharmed(bad: 
     logits[1, 7] = bad
     params = [SamplingParams(temperature=t) for t in (0.0, 1.0, 0.0)]
     output = Sampler()(logits, SamplingMetadata(params, [0] * 3, [()] * 3))
-    assert output.finite == [True, False, True]
-    assert (output.token_ids[0], output.token_ids[2]) == (expected[0], expected[2])
+    assert output.finite.tolist() == [True, False, True]
+    assert output.token_ids[[0, 2]].tolist() == [expected[0], expected[2]]
 
 
 def test_banned_ids_are_never_chosen_and_banning_all_is_reported() -> None:
@@ -102,9 +105,9 @@ def test_banned_ids_are_never_chosen_and_banning_all_is_reported() -> None:
     logits[:, 2] = 50.0
     params = [SamplingParams(), SamplingParams(temperature=1.0)]
     output = Sampler()(logits, SamplingMetadata(params, [0, 0], [(2,), (0, 1, 2)]))
-    assert output.token_ids == [0, 3]
+    assert output.token_ids.tolist() == [0, 3]
     output = Sampler()(torch.zeros(1, 2), SamplingMetadata(params[:1], [0], [(0, 1)]))
-    assert output.finite == [False]
+    assert output.finite.tolist() == [False]
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
@@ -127,3 +130,68 @@ def test_the_tie_rule_of_top_k_is_the_lowest_ids() -> None:
     logits[500:] = 1.0
     drawn = sample(logits.repeat(300, 1), [{"temperature": 1.0, "top_k": 4, "seed": n} for n in range(300)])
     assert set(drawn) == {500, 501, 502, 503}
+
+
+def test_parameters_become_tensors_row_by_row() -> None:
+    params = [
+        SamplingParams(temperature=0.7, top_k=40, top_p=0.9, seed=2**63 - 1),
+        SamplingParams(),
+        SamplingParams(temperature=1e6, top_k=2**40, seed=5),
+    ]
+    tensors = SamplingTensors.build(SamplingMetadata(params, [3, 0, 2**33], [()] * 3), CPU)
+    assert tensors is not None
+    assert torch.equal(tensors.temperature, torch.tensor([0.7, 0.0, 1e6]))
+    assert torch.equal(tensors.top_k, torch.tensor([40, -1, 2**31 - 1], dtype=torch.int32))
+    assert torch.equal(tensors.top_p, torch.tensor([0.9, 1.0, 1.0]))
+    assert tensors.draws.tolist() == uniform([2**63 - 1, 0, 5], [3, 0, 2**33], Purpose.TOKEN).tolist()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_a_batch_of_any_number_of_rows_samples(num_rows: int) -> None:
+    """The buffer that carries the parameters holds numbers of 8 bytes and of 4."""
+    tokens = sample(torch.zeros(num_rows, 50), [{"temperature": 1.0, "seed": row} for row in range(num_rows)])
+    draws = uniform(list(range(num_rows)), [0] * num_rows, Purpose.TOKEN)
+    assert tokens == [int(50 * draw) for draw in draws.tolist()]
+
+
+def test_greedy_rows_alone_need_neither_draws_nor_weights() -> None:
+    calls = []
+
+    def greedy_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append("greedy_tokens")
+        return REFERENCE_OPS.greedy_tokens(logits)
+
+    def sample_tokens(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append("sample_tokens")
+        return REFERENCE_OPS.sample_tokens(*arguments)
+
+    sampler = Sampler(SamplerOps(greedy_tokens, sample_tokens))
+    for temperatures, expected in (((0.0, 1e-8), "greedy_tokens"), ((0.0, 1.0), "sample_tokens")):
+        calls.clear()
+        params = [SamplingParams(temperature=temperature) for temperature in temperatures]
+        sampler(torch.randn(2, 8), SamplingMetadata(params, [0, 0], [(), ()]))
+        assert calls == [expected]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits_and_the_tokens_are_the_cpus() -> None:
+    torch.manual_seed(5)
+    logits = torch.randn(64, 49_152)
+    params = [
+        SamplingParams(temperature=row % 4 / 2, top_k=(-1, 50)[row % 2], top_p=(1.0, 0.9, 0.5)[row % 3], seed=row)
+        for row in range(64)
+    ]
+    metadata = SamplingMetadata(params, list(range(64)), [(row, 7) if row % 5 == 0 else () for row in range(64)])
+    sampler, on_device = Sampler(triton_ops()), logits.cuda()
+    sampler(on_device.clone(), metadata)  # compiles
+    inputs = on_device.clone()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output = sampler(inputs, metadata)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = Sampler()(logits, metadata)
+    # A draw within 1e-6 of an edge may fall on either side.
+    assert (output.token_ids.cpu() != expected.token_ids).sum() <= 1
+    assert output.finite.all()
+    assert torch.equal(inputs.cpu(), logits)

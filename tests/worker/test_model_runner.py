@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from backend.config import EngineConfig
-from backend.core.output import CachedRequestData, NewRequestData, SchedulerOutput
+from backend.core.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from backend.errors import CapacityError
 from backend.models.sources import ModelSource, resolve_source
 from backend.sampling_params import SamplingParams
 from backend.worker.model_runner import ModelRunner
 from tests.helpers import dense_greedy, make_tiny_llama
+from tests.worker.traffic import Known, step_of
 
 # dummy:tiny in fp32: 3 layers, 2 KV heads of 16: 2 * 3 * 2 * 16 * 4 bytes a token.
 TINY_BYTES_PER_TOKEN = 768
@@ -84,27 +85,6 @@ def test_a_budget_below_two_blocks_names_the_setting_and_the_block(tmp_path: Pat
 # Steps
 
 
-def step_of(
-    *,
-    new: tuple[NewRequestData, ...] = (),
-    cached: tuple[CachedRequestData, ...] = (),
-    scheduled: dict[str, int] | None = None,
-    finished: tuple[str, ...] = (),
-    preempted: tuple[str, ...] = (),
-) -> SchedulerOutput:
-    scheduled = scheduled or {}
-    kinds = dict.fromkeys(scheduled, "prefill")
-    return SchedulerOutput(
-        step=0,
-        new_requests=list(new),
-        cached_requests=list(cached),
-        num_scheduled_tokens=scheduled,
-        kinds=kinds,  # type: ignore[arg-type]
-        finished_request_ids=list(finished),
-        preempted_request_ids=list(preempted),
-    )
-
-
 def new_request(request_id: str, token_ids: list[int], blocks: list[int], num_prompt_tokens: int) -> NewRequestData:
     return NewRequestData(request_id, list(token_ids), num_prompt_tokens, SamplingParams(), (), [blocks], 0)
 
@@ -124,55 +104,75 @@ def runner(tiny_llama: Path) -> ModelRunner:
 PROMPT = [10, 20, 30, 40, 50, 60]
 
 
+def run_step(runner: ModelRunner, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    return runner.submit(scheduled).result()
+
+
 def test_a_prompt_in_chunks_is_sampled_once_and_goes_on_after_a_preemption(
     runner: ModelRunner, tiny_llama: Path
 ) -> None:
     """Steps with nothing to sample, an empty one that only preempts, and the request's return in other blocks."""
     expected = dense_greedy(tiny_llama, PROMPT, 4)
-    first = runner.execute_model(step_of(new=(new_request("a", PROMPT, [5], 6),), scheduled={"a": 4}))
+    first = run_step(runner, step_of(new=(new_request("a", PROMPT, [5], 6),), num_scheduled_tokens={"a": 4}))
     assert (first.sampled_token_ids, first.errors) == ({}, {})
-    second = runner.execute_model(step_of(cached=(CachedRequestData("a", [[2]], 4),), scheduled={"a": 1}))
+    second = run_step(runner, step_of(known=(Known("a", [[2]], 4),), num_scheduled_tokens={"a": 1}))
     assert (second.sampled_token_ids, second.errors) == ({}, {})
-    third = runner.execute_model(step_of(cached=(CachedRequestData("a", [[]], 5),), scheduled={"a": 1}))
+    third = run_step(runner, step_of(known=(Known("a", [[]], 5),), num_scheduled_tokens={"a": 1}))
     assert third.sampled_token_ids == {"a": expected[:1]}
-    fourth = runner.execute_model(step_of(cached=(CachedRequestData("a", [[]], 6),), scheduled={"a": 1}))
+    fourth = run_step(runner, step_of(known=(Known("a", [[]], 6),), num_scheduled_tokens={"a": 1}))
     assert fourth.sampled_token_ids == {"a": expected[1:2]}
 
-    empty = runner.execute_model(step_of(preempted=("a",)))
+    empty = run_step(runner, step_of(preempted=("a",)))
     assert (empty.sampled_token_ids, empty.errors) == ({}, {})
     resumed = new_request("a", PROMPT + expected[:2], [9, 1], 6)
-    assert runner.execute_model(step_of(new=(resumed,), scheduled={"a": 6})).sampled_token_ids == {}
-    again = runner.execute_model(step_of(cached=(CachedRequestData("a", [[]], 6),), scheduled={"a": 2}))
+    assert run_step(runner, step_of(new=(resumed,), num_scheduled_tokens={"a": 6})).sampled_token_ids == {}
+    again = run_step(runner, step_of(known=(Known("a", [[]], 6),), num_scheduled_tokens={"a": 2}))
     assert again.sampled_token_ids == {"a": expected[2:3]}
-    last = runner.execute_model(step_of(cached=(CachedRequestData("a", [[3]], 8),), scheduled={"a": 1}))
+    last = run_step(runner, step_of(known=(Known("a", [[3]], 8),), num_scheduled_tokens={"a": 1}))
     assert last.sampled_token_ids == {"a": expected[3:]}
 
 
+def test_a_step_may_be_submitted_before_the_last_ones_tokens_are_asked_for(
+    runner: ModelRunner, tiny_llama: Path
+) -> None:
+    """The second step's input is the first one's token, which only the device knows."""
+    expected = {"a": dense_greedy(tiny_llama, PROMPT, 3), "b": dense_greedy(tiny_llama, [7, 8, 9], 3)}
+    prompts = (new_request("a", PROMPT, [5, 2], 6), new_request("b", [7, 8, 9], [3], 3))
+    pending = [runner.submit(step_of({"a": 6, "b": 3}, new=prompts))]
+    pending.append(runner.submit(step_of({"b": 1, "a": 1}, known=(Known("b", [[]], 3), Known("a", [[]], 6)))))
+    first = pending.pop(0).result()
+    pending.append(runner.submit(step_of({"b": 1, "a": 1}, known=(Known("b", [[8]], 4), Known("a", [[]], 7)))))
+    outputs = [first, *[step.result() for step in pending]]
+    for index, output in enumerate(outputs):
+        assert output.sampled_token_ids == {key: [ids[index]] for key, ids in expected.items()}
+
+
 def test_an_empty_step_does_nothing_and_forgets_who_ended(runner: ModelRunner, tiny_llama: Path) -> None:
-    nothing = runner.execute_model(step_of())
+    nothing = run_step(runner, step_of())
     assert (nothing.sampled_token_ids, nothing.errors) == ({}, {})
     names = [f"{turn}{slot}" for turn in range(3) for slot in range(4)]  # four rows, three times over
     expected = {"x": dense_greedy(tiny_llama, PROMPT, 1)}["x"]
     for turn in range(3):
         here = names[4 * turn : 4 * turn + 4]
         news = tuple(new_request(name, PROMPT, [1 + 2 * i, 2 + 2 * i], 6) for i, name in enumerate(here))
-        output = runner.execute_model(step_of(new=news, scheduled=dict.fromkeys(here, 6)))
+        output = run_step(runner, step_of(new=news, num_scheduled_tokens=dict.fromkeys(here, 6)))
         assert output.sampled_token_ids == dict.fromkeys(here, expected)
-        ended = runner.execute_model(step_of(finished=tuple(here)))
+        ended = run_step(runner, step_of(finished=tuple(here)))
         assert (ended.sampled_token_ids, ended.errors) == ({}, {})
 
 
 def test_only_rows_that_are_sampled_answer_in_batch_order(runner: ModelRunner, tiny_llama: Path) -> None:
     other = [7, 8, 9]
-    output = runner.execute_model(
+    output = run_step(
+        runner,
         step_of(
             new=(
                 new_request("chunk", PROMPT, [1], 6),
                 new_request("b", other, [2], 3),
                 new_request("a", PROMPT, [3, 4], 6),
             ),
-            scheduled={"b": 3, "chunk": 4, "a": 6},
-        )
+            num_scheduled_tokens={"b": 3, "chunk": 4, "a": 6},
+        ),
     )
     assert list(output.sampled_token_ids.items()) == [
         ("b", dense_greedy(tiny_llama, other, 1)),
@@ -183,7 +183,7 @@ def test_only_rows_that_are_sampled_answer_in_batch_order(runner: ModelRunner, t
 def test_no_step_without_a_cache_and_nothing_is_held_after_the_end(tiny_llama: Path) -> None:
     runner = runner_of(ModelSource(str(tiny_llama), "folder", path=tiny_llama))
     with pytest.raises(RuntimeError, match="KV cache is not initialized"):
-        runner.execute_model(step_of())
+        run_step(runner, step_of())
     runner.initialize_kv_cache(4, 64)
     held = runner.memory()
     assert (held.weights_bytes, held.device_memory_bytes) == (runner.loaded.weights_bytes, None)

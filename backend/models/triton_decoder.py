@@ -1,0 +1,190 @@
+"""`TritonDecoder`: a loaded `Decoder`'s step through the fused kernels, as few launches as its number of tokens allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from backend.attention.backend import AttentionBackend
+from backend.attention.metadata import AttentionMetadata, LayerCache
+from backend.layers.linear import Linear
+from backend.models.decoder import Decoder, DecoderLayer
+from kernels.ops.embed_tokens import embed_tokens
+from kernels.ops.norm_gated_linear import norm_gated_linear
+from kernels.ops.norm_linear import norm_linear
+from kernels.ops.norm_qkv_rotary_store import norm_qkv_rotary_store
+from kernels.ops.projection import Tiles, is_small
+from kernels.ops.rms_norm import rms_norm
+from kernels.ops.rotary_and_store import rotary_and_store
+from kernels.ops.silu_and_mul import silu_and_mul
+from kernels.reference.deferred_norm import DeferredNorm
+from kernels.tuning import LinearOp, Shape, TileTable, load_table
+
+# One cut for every number of tokens: sums then run in one order.
+INVARIANT_TILES = Tiles(block_m=16, block_n=64, block_k=64, num_warps=4, num_stages=4)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The tiles of each product at some number of tokens; None: the library's product and the ops around it."""
+
+    qkv: Tiles | None
+    output: Tiles | None
+    gate_up: Tiles | None
+    down: Tiles | None
+    head: Tiles | None
+    # Whether the norms between the products need no kernel of their own: they are begun and ended in the kernels around.
+    defers_norm: bool
+
+
+class TritonDecoder:
+    """Runs on the weights of a `Decoder`, of which it is an executor: same arguments, same results within rounding.
+
+    Args:
+        model: loaded, on CUDA.
+        batch_invariant: every product by one kernel and one cut, so that a token's values do not depend on its batch.
+    """
+
+    def __init__(self, model: Decoder, *, batch_invariant: bool = False) -> None:
+        self._model = model
+        self._layers = cast(list[DecoderLayer], list(model.layers))
+        self._batch_invariant = batch_invariant
+        self._table: TileTable = load_table(model.embedding.device)
+        self._plans: dict[int, _Plan] = {}
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        rows: Tensor,
+        sampled_token_ids: Tensor,
+        layer_caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        attention: AttentionBackend,
+    ) -> Tensor:
+        """Run one step's tokens through the layers.
+
+        Args:
+            token_ids: int64 [num_tokens]; negative: the last token sampled in the request's row.
+            rows: int64 [num_tokens], each token's row in `sampled_token_ids`.
+            sampled_token_ids: int64 [num_rows].
+            layer_caches: one per layer; the tokens' keys and values are stored in them.
+        Returns:
+            float [num_tokens, hidden], before the final norm, which `compute_logits` applies.
+        """
+        plan = self._plan(token_ids.shape[0])
+        layers = self._layers
+        norm_weights = [layer.attention_norm.weight if plan.defers_norm else None for layer in layers]
+        residual, deferred = embed_tokens(token_ids, rows, sampled_token_ids, self._model.embedding, norm_weights[0])
+        for layer, layer_cache, next_norm_weight in zip(layers, layer_caches, [*norm_weights[1:], None], strict=True):
+            deferred = self._layer(layer, plan, residual, deferred, next_norm_weight, layer_cache, metadata, attention)
+        return residual
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor, *, output: Tensor | None = None) -> Tensor:
+        """float [num_rows, hidden] -> float32 [num_rows, vocab_size], in `output` if there is one.
+
+        Pass only the rows that are sampled from.
+        """
+        plan = self._plan(hidden.shape[0])
+        norm, weight = self._model.final_norm, self._model.head.weight
+        assert weight is not None
+        if output is None:
+            output = torch.empty(hidden.shape[0], weight.shape[0], dtype=torch.float32, device=hidden.device)
+        hidden = rms_norm(hidden, norm.weight, norm.eps)
+        if plan.head:
+            return norm_linear(hidden, weight, out_dtype=torch.float32, output=output, tiles=plan.head)[0]
+        if hidden.dtype == torch.float32:
+            return torch.mm(hidden, weight.t(), out=output)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=output)
+
+    def _layer(
+        self,
+        layer: DecoderLayer,
+        plan: _Plan,
+        residual: Tensor,
+        deferred: DeferredNorm | None,
+        next_norm_weight: Tensor | None,
+        layer_cache: LayerCache,
+        metadata: AttentionMetadata,
+        attention: AttentionBackend,
+    ) -> DeferredNorm | None:
+        """One layer; `residual` is updated in place. Takes the begin of its first norm and gives that of the next."""
+        module, norm = layer.attention, layer.attention_norm
+        cache = (self._model.cos_sin_cache, layer_cache.key_cache, layer_cache.value_cache, metadata.slot_mapping)
+        hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
+        weight, bias = _parameters(module.qkv)
+        if plan.qkv is None:
+            num_heads = module.head_counts[0]
+            query = rotary_and_store(F.linear(hidden, weight, bias), metadata.positions, *cache, num_heads)
+        else:
+            query = norm_qkv_rotary_store(
+                hidden, weight, metadata.positions, *cache, square_sums, norm.eps, bias, tiles=plan.qkv
+            )
+        attended = attention.forward(query, layer_cache, metadata, module.scale).flatten(1)
+        norm = layer.mlp_norm
+        deferred = _add_product(
+            residual, attended, module.output, plan.output, norm.weight if plan.defers_norm else None
+        )
+
+        hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
+        weight, bias = _parameters(layer.mlp.gate_up)
+        if plan.gate_up is None:
+            gated = silu_and_mul(F.linear(hidden, weight, bias))
+        else:
+            gated = norm_gated_linear(hidden, weight, square_sums, norm.eps, bias, tiles=plan.gate_up)
+        return _add_product(residual, gated, layer.mlp.down, plan.down, next_norm_weight)
+
+    def _plan(self, num_tokens: int) -> _Plan:
+        plan = self._plans.get(num_tokens)
+        if plan is None:
+            plan = self._plans[num_tokens] = self._make_plan(num_tokens)
+        return plan
+
+    def _make_plan(self, num_tokens: int) -> _Plan:
+        if self._batch_invariant:
+            return _Plan(*[INVARIANT_TILES] * 5, defers_norm=False)
+
+        def tiles(op: LinearOp, linear: Linear) -> Tiles | None:
+            return self._table.choose(Shape(op, linear.out_features, linear.in_features), num_tokens)
+
+        layer = self._layers[0]
+        linears = (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+        qkv = tiles("norm_qkv_rotary_store", layer.attention.qkv)
+        output = tiles("norm_linear", layer.attention.output)
+        gate_up = tiles("norm_gated_linear", layer.mlp.gate_up)
+        down = tiles("norm_linear", layer.mlp.down)
+        # It saves launches, which is what small layers wait for; large ones wait for memory, of which it costs some.
+        defers_norm = None not in (qkv, output, gate_up, down) and all(is_small(_parameters(it)[0]) for it in linears)
+        return _Plan(qkv, output, gate_up, down, tiles("norm_linear", self._model.head), defers_norm)
+
+
+def _parameters(linear: Linear) -> tuple[Tensor, Tensor | None]:
+    assert linear.weight is not None  # laid out as loaded on CUDA
+    return linear.weight, linear.bias
+
+
+def _add_product(
+    residual: Tensor, x: Tensor, linear: Linear, tiles: Tiles | None, next_norm_weight: Tensor | None
+) -> DeferredNorm | None:
+    """`residual += x W^T + b`, rounded once, and the begin of the norm that follows, if that is wanted."""
+    weight, bias = _parameters(linear)
+    if tiles is not None:
+        return norm_linear(
+            x,
+            weight,
+            bias=bias,
+            residual=residual,
+            next_norm_weight=next_norm_weight,
+            output=residual,
+            tiles=tiles,
+        )[1]
+    if bias is not None:
+        residual += bias
+    residual.addmm_(x, weight.t())
+    return None

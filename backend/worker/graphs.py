@@ -1,0 +1,70 @@
+"""The CUDA graphs of an engine: which there are, captured into one pool of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from backend.attention.backend import AttentionBackend
+from backend.attention.metadata import LayerCache
+from backend.config import EngineConfig
+from backend.models.triton_decoder import TritonDecoder
+from backend.worker.decode_graphs import DecodeGraphs
+from backend.worker.decoders import StepDecoder
+from backend.worker.mixed_graphs import MixedGraphs
+
+# Steps of more requests are long enough to be launched op by op, and their logits would take memory from the KV cache.
+MAX_NUM_REQS = 512
+
+
+def capture_graphs(
+    config: EngineConfig,
+    decoder: StepDecoder,
+    attention: AttentionBackend,
+    layer_caches: list[LayerCache],
+    sampled_token_ids: Tensor,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    on_progress: Callable[[int, int], None],
+) -> tuple[DecodeGraphs, MixedGraphs]:
+    """Args:
+    sampled_token_ids: int64 [max_num_seqs + 1].
+    max_model_len: longest request, in tokens.
+    on_progress: gets graphs done and in all.
+    """
+    assert isinstance(decoder, TritonDecoder)
+    scheduler, block_size = config.scheduler, config.cache.block_size
+    assert scheduler.max_num_seqs is not None
+    assert scheduler.max_num_batched_tokens is not None
+    max_num_blocks = -(-max_model_len // block_size)
+    max_num_reqs = min(scheduler.max_num_seqs, MAX_NUM_REQS)
+    # Graphs never run at the same time: they share what they write.
+    logits = torch.empty(max_num_reqs, vocab_size, dtype=torch.float32, device=sampled_token_ids.device)
+    parts = (decoder, attention, layer_caches, sampled_token_ids, logits)
+    mixed = MixedGraphs(
+        *parts,
+        max_num_tokens=scheduler.max_num_batched_tokens,
+        max_num_reqs=max_num_reqs,
+        max_num_blocks=max_num_blocks,
+    )
+    decode = DecodeGraphs(
+        *parts,
+        max_num_reqs=max_num_reqs,
+        max_num_blocks=max_num_blocks,
+        block_size=block_size,
+    )
+    done, total = 0, len(mixed) + len(decode)
+
+    def one_more() -> None:
+        nonlocal done
+        done += 1
+        on_progress(done, total)
+
+    on_progress(0, total)
+    pool = torch.cuda.graph_pool_handle()
+    mixed.capture(pool, one_more)
+    decode.capture(pool, one_more)
+    return decode, mixed

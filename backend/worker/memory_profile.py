@@ -1,0 +1,83 @@
+"""How much of the card is left for KV blocks: measured by running the largest steps there may be."""
+
+from __future__ import annotations
+
+import torch
+
+from backend.attention.backend import AttentionBackend
+from backend.attention.metadata import AttentionMetadata
+from backend.config import EngineConfig
+from backend.errors import CapacityError
+from backend.sample.metadata import SamplingMetadata
+from backend.sample.sampler import Sampler
+from backend.sampling_params import SamplingParams
+from backend.worker.decoders import StepDecoder
+from backend.worker.kv_cache import KVCacheShape
+
+# What the CUDA graphs keep of the card beside their tensors: about 2 MiB of kernel nodes each, and their pool's rounding.
+GRAPH_BYTES = 256 * 2**20
+
+
+def free_after_profile_run(
+    config: EngineConfig, decoder: StepDecoder, attention: AttentionBackend, sampler: Sampler, shape: KVCacheShape
+) -> int:
+    """Bytes of the card's share that remain after the weights, the largest step's activations and the CUDA graphs.
+
+    Raises `CapacityError` when the largest step does not fit.
+    """
+    device = torch.device(config.model.device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    used = total - free  # weights, this process' context and whatever else is on the card
+    try:
+        activations = _profile_run(config, decoder, attention, sampler, shape, device)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            "the largest step does not fit the GPU beside the weights; lower scheduler.max_num_batched_tokens, "
+            "scheduler.max_num_seqs or model.max_model_len"
+        ) from error
+    torch.cuda.empty_cache()
+    graphs = 0 if config.kernels.enforce_eager else GRAPH_BYTES + activations // 4
+    return int(total * config.cache.gpu_memory_utilization) - used - activations - graphs
+
+
+def _profile_run(
+    config: EngineConfig,
+    decoder: StepDecoder,
+    attention: AttentionBackend,
+    sampler: Sampler,
+    shape: KVCacheShape,
+    device: torch.device,
+) -> int:
+    """Peak bytes of a step as large as the scheduler may make it.
+
+    A full token budget at the end of the longest context, and sampling for as many rows as there may be requests. The
+    context's blocks are all the same few: what counts is how much attention reads, not what.
+    """
+    budget, max_num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    length = config.model.max_model_len
+    assert budget is not None
+    assert max_num_seqs is not None
+    assert length is not None
+    query_len = min(budget, length)
+    num_reqs = -(-budget // query_len)
+    num_tokens, blocks_each = num_reqs * query_len, -(-length // config.cache.block_size)
+    caches = shape.allocate(1, device)
+    metadata = AttentionMetadata(
+        query_start_loc=torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * query_len,
+        seq_lens=torch.full((num_reqs,), length, dtype=torch.int32, device=device),
+        block_table=torch.ones((num_reqs, blocks_each), dtype=torch.int32, device=device),
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=torch.arange(length - query_len, length, device=device).repeat(num_reqs),
+        num_decodes=num_reqs if query_len == 1 else 0,
+    )
+    rows = min(max_num_seqs, num_tokens)
+    sampled = SamplingParams(temperature=1.0, top_p=0.9)
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    hidden = decoder.forward(zeros, zeros, zeros[:1], caches, metadata, attention)
+    logits = decoder.compute_logits(hidden[:rows])
+    sampler(logits, SamplingMetadata([sampled] * rows, [0] * rows, [()] * rows))
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - held

@@ -1,0 +1,154 @@
+"""Whole steps of chunks and single-token rows as CUDA graphs: for a small model, a step is otherwise the time to launch it.
+
+As `DecodeGraphs`, for any mix of query lengths up to some number of tokens. Padding tokens belong to no request, and write to
+the null block only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backend.attention.backend import AttentionBackend
+from backend.attention.metadata import LayerCache
+from backend.models.triton_decoder import TritonDecoder
+from backend.worker.decode_graphs import DecodeOutput, capture_graph
+from backend.worker.input_batch import SAMPLED_TOKEN, StepInput
+from backend.worker.step_tensors import HostBuffers, StepTensors, device_views, step_arrays, write_parts
+from kernels.ops.greedy_tokens import greedy_tokens
+from kernels.ops.record_tokens import record_tokens
+
+SIZES = (64, 128, 256, 384, 512, 768, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    tensors: StepTensors  # what a replay reads
+    output: DecodeOutput
+
+
+class MixedGraphs:
+    """Args:
+    sampled_token_ids: int64, the last token of each row; the last row is the padding's.
+    logits: float32 [max_num_reqs, vocab_size], where the graphs leave theirs.
+    max_num_tokens: token budget of a step.
+    max_num_reqs: most requests of a step; one with more is launched op by op.
+    max_num_blocks: blocks of the longest request.
+    """
+
+    def __init__(
+        self,
+        decoder: TritonDecoder,
+        attention: AttentionBackend,
+        layer_caches: list[LayerCache],
+        sampled_token_ids: Tensor,
+        logits: Tensor,
+        *,
+        max_num_tokens: int,
+        max_num_reqs: int,
+        max_num_blocks: int,
+    ) -> None:
+        self._decoder = decoder
+        self._attention = attention
+        self._layer_caches = layer_caches
+        self._sampled_token_ids = sampled_token_ids
+        self._device = sampled_token_ids.device
+        self._padding_row = sampled_token_ids.numel() - 1
+        self._max_num_reqs = max_num_reqs
+        self._max_num_blocks = max_num_blocks
+        self._sizes = [size for size in SIZES if size <= max_num_tokens]
+        self._graphs: dict[int, _Graph] = {}
+        self._logits = logits
+        largest = self._padding(self._sizes[-1]) if self._sizes else None
+        num_bytes = sum(array.nbytes for array in step_arrays(largest)) if largest else 0
+        self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        self._block_table = torch.zeros(max_num_reqs, max_num_blocks, dtype=torch.int32, device=self._device)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @torch.inference_mode()
+    def capture(self, pool: object, on_progress: Callable[[], None]) -> None:
+        """Capture every graph, the largest first; `on_progress` is called for each."""
+        for size in reversed(self._sizes):
+            self._graphs[size] = self._capture(size, pool)
+            on_progress()
+
+    def fits(self, step: StepInput) -> bool:
+        return bool(self._sizes) and len(step.token_ids) <= self._sizes[-1] and step.num_reqs <= self._max_num_reqs
+
+    def replay(self, step: StepInput, buffers: HostBuffers) -> DecodeOutput:
+        """Start a step; the output has a row for each sampled request, in order."""
+        num_tokens, num_reqs, num_sampled = len(step.token_ids), step.num_reqs, len(step.sampled_rows)
+        size = next(size for size in self._sizes if size >= num_tokens)
+        graph = self._graphs[size]
+        padded = self._padding(size)
+        padded.token_ids[:num_tokens] = step.token_ids
+        padded.token_rows[:num_tokens] = step.token_rows
+        padded.positions[:num_tokens] = step.positions
+        padded.slot_mapping[:num_tokens] = step.slot_mapping
+        padded.query_start_loc[: num_reqs + 1] = step.query_start_loc
+        padded.query_start_loc[num_reqs + 1 :] = num_tokens
+        padded.seq_lens[:num_reqs] = step.seq_lens
+        padded.logits_indices[:num_sampled] = step.logits_indices
+        padded.sampled_rows[:num_sampled] = step.sampled_rows
+        arrays = step_arrays(padded)
+        fixed = sum(array.nbytes for array in arrays)
+        host = buffers.next(fixed + step.block_table.nbytes)
+        write_parts(host, [*arrays, np.ascontiguousarray(step.block_table)])
+        remote = host.to(self._device, non_blocking=True)
+        self._inputs[:fixed].copy_(remote[:fixed])
+        entries = remote[fixed:].view(torch.int32).view(step.block_table.shape)
+        self._block_table[:num_reqs, : step.block_table.shape[1]].copy_(entries)
+        graph.graph.replay()
+        return DecodeOutput(graph.output.logits[:num_sampled], graph.output.outcomes[:num_sampled])
+
+    def _padding(self, size: int) -> StepInput:
+        """A step of `size` padding tokens and no request."""
+        reqs, row = self._max_num_reqs, self._padding_row
+        return StepInput(
+            token_ids=np.full(size, SAMPLED_TOKEN, dtype=np.int64),
+            token_rows=np.full(size, row, dtype=np.int64),
+            positions=np.zeros(size, dtype=np.int64),
+            slot_mapping=np.zeros(size, dtype=np.int64),
+            query_start_loc=np.zeros(reqs + 1, dtype=np.int32),
+            seq_lens=np.zeros(reqs, dtype=np.int32),
+            block_table=np.zeros((reqs, 0), dtype=np.int32),
+            num_decodes=0,
+            sampled_request_ids=[],
+            sampled_reqs=np.zeros(0, dtype=np.int64),
+            sampled_rows=np.full(reqs, row, dtype=np.int64),
+            logits_indices=np.zeros(reqs, dtype=np.int64),
+            sampling=None,
+        )
+
+    def _capture(self, size: int, pool: object) -> _Graph:
+        padding = self._padding(size)
+        arrays = step_arrays(padding)
+        host = torch.empty(sum(array.nbytes for array in arrays), dtype=torch.uint8)
+        write_parts(host, arrays)
+        inputs = self._inputs[: host.numel()]
+        inputs.copy_(host)
+        tensors = device_views(inputs, padding, self._block_table)
+
+        def run() -> DecodeOutput:
+            hidden = self._decoder.forward(
+                tensors.token_ids,
+                tensors.token_rows,
+                self._sampled_token_ids,
+                self._layer_caches,
+                tensors.metadata,
+                self._attention,
+            )
+            logits = self._decoder.compute_logits(hidden[tensors.logits_indices], output=self._logits)
+            chosen, finite = greedy_tokens(logits)
+            outcomes = record_tokens(chosen, finite, tensors.sampled_rows, self._sampled_token_ids)
+            return DecodeOutput(logits, outcomes)
+
+        graph, output = capture_graph(run, pool, self._device)
+        return _Graph(graph, tensors, output)

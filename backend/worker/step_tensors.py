@@ -1,0 +1,103 @@
+"""A step's arrays on the device: one copy takes them there, out of memory that the card can read by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backend.attention.metadata import AttentionMetadata
+from backend.worker.input_batch import StepInput
+
+# A step's copy may still be under way while the next one's arrays are written; a third is never under way.
+NUM_BUFFERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """One step on the device."""
+
+    token_ids: Tensor  # int64 [num_tokens]
+    token_rows: Tensor  # int64 [num_tokens]
+    metadata: AttentionMetadata
+    logits_indices: Tensor  # int64 [num_sampled]
+    sampled_rows: Tensor  # int64 [num_sampled]
+
+
+class HostBuffers:
+    """Page-locked memory in turn, so that copies from it need not be waited for. On a CPU: plain memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._buffers = [self._allocate(2**20) for _ in range(NUM_BUFFERS)]
+        self._turn = 0
+
+    def next(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], free to be written until `NUM_BUFFERS` further calls."""
+        self._turn = (self._turn + 1) % NUM_BUFFERS
+        buffer = self._buffers[self._turn]
+        if buffer.numel() < num_bytes:
+            buffer = self._buffers[self._turn] = self._allocate(2 * num_bytes)
+        return buffer[:num_bytes]
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+
+def write_parts(buffer: Tensor, arrays: list[np.ndarray]) -> None:
+    """Lay arrays end to end in `buffer`, in order; 8-byte ones first keep all aligned."""
+    view, begin = buffer.numpy(), 0
+    for array in arrays:
+        view[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+        begin += array.nbytes
+
+
+def step_arrays(step: StepInput) -> list[np.ndarray]:
+    """What `device_views` makes tensors of; the block table goes apart."""
+    return [
+        step.token_ids,
+        step.token_rows,
+        step.positions,
+        step.slot_mapping,
+        step.logits_indices,
+        step.sampled_rows,
+        step.query_start_loc,
+        step.seq_lens,
+    ]
+
+
+def device_views(remote: Tensor, step: StepInput, block_table: Tensor) -> StepTensors:
+    """Tensors over the bytes that `write_parts` laid out for `step_arrays(step)`."""
+    tensors, begin = [], 0
+    for array in step_arrays(step):
+        dtype = torch.int64 if array.dtype == np.int64 else torch.int32
+        tensors.append(remote[begin : begin + array.nbytes].view(dtype))
+        begin += array.nbytes
+    token_ids, token_rows, positions, slot_mapping, logits_indices, sampled_rows, start_loc, seq_lens = tensors
+    return StepTensors(
+        token_ids=token_ids,
+        token_rows=token_rows,
+        metadata=AttentionMetadata(
+            query_start_loc=start_loc,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            positions=positions,
+            num_decodes=step.num_decodes,
+        ),
+        logits_indices=logits_indices,
+        sampled_rows=sampled_rows,
+    )
+
+
+def to_device(step: StepInput, buffers: HostBuffers, device: torch.device) -> StepTensors:
+    """Copy a step's arrays to the device without waiting."""
+    arrays = step_arrays(step)
+    fixed = sum(array.nbytes for array in arrays)
+    host = buffers.next(fixed + step.block_table.nbytes)
+    write_parts(host, [*arrays, np.ascontiguousarray(step.block_table)])
+    # On a CPU the tensors must outlive the buffer's next turn.
+    remote = host.to(device, non_blocking=True) if device.type == "cuda" else host.clone()
+    return device_views(remote, step, remote[fixed:].view(torch.int32).view(step.block_table.shape))

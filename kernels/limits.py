@@ -1,0 +1,86 @@
+"""What this device can do at most, measured: no figure of a kernel is believed that is faster."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from kernels.timing import Rotation, cache_bytes, time_call
+
+READ_BYTES = {"cuda": 2**29, "cpu": 2**27}  # several times any cache
+MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The fastest that was seen of reading memory and of multiplying matrices.
+
+    Attributes:
+        device: the card's name, or the CPU's.
+        dtype: of the matrices.
+        cache_bytes: what inputs have to exceed so as not to be found in a cache.
+        read_bytes_per_s: of a sum or a copy (bytes read and written) that fits no cache, whichever is faster.
+        matmul_flops_per_s: of `torch.mm` on square matrices, TF32 allowed for float32: kernels use it too.
+    """
+
+    device: str
+    dtype: str
+    cache_bytes: int
+    read_bytes_per_s: float
+    matmul_flops_per_s: float
+
+    def highest(self, other: Limits) -> Limits:
+        """The higher of two measurements of the same device: a busy moment only ever makes one too low."""
+        return Limits(
+            self.device,
+            self.dtype,
+            self.cache_bytes,
+            max(self.read_bytes_per_s, other.read_bytes_per_s),
+            max(self.matmul_flops_per_s, other.matmul_flops_per_s),
+        )
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
+    """Measure both limits of `device`."""
+    return Limits(
+        device=device_name(device),
+        dtype=dtype_name(dtype),
+        cache_bytes=cache_bytes(device),
+        read_bytes_per_s=_measure_read(device),
+        matmul_flops_per_s=_measure_matmul(device, dtype),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _measure_read(device: torch.device) -> float:
+    num_bytes = READ_BYTES[device.type]
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    once = Rotation([{}], needs_sweep=False)
+    summed = time_call(lambda: torch.sum(source, dim=0, out=total), once, device, capture=False)
+    copied = time_call(lambda: target.copy_(source), once, device, capture=False)
+    return max(num_bytes / summed.p20, 2 * num_bytes / copied.p20)
+
+
+def _measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
+    size = MATMUL_SIZE[device.type]
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    output = torch.empty(size, size, dtype=dtype, device=device)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        once = Rotation([{}], needs_sweep=False)
+        seconds = time_call(lambda: torch.mm(left, right, out=output), once, device, capture=False).p20
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return 2 * size**3 / seconds

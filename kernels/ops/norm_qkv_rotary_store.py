@@ -1,0 +1,244 @@
+"""All before attention, for few tokens, in one Triton kernel: end of the norm, QKV product, rotation, KV store."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.ops.checks import check_float_dtype, check_tensor
+from kernels.ops.pdl import supports_pdl
+from kernels.ops.projection import Tiles, begin_early, default_tiles, is_small, project_rows, split_halves
+
+
+# A step\'s arrays lie end to end in one buffer: where each begins is not to make another kernel of it.
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_parts", "stride_square_sums_token"],
+    do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"],
+)
+def _norm_qkv_rotary_store_kernel(
+    query_ptr,
+    x_ptr,
+    weight_ptr,
+    square_sums_ptr,
+    bias_ptr,
+    positions_ptr,
+    cos_sin_cache_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    slot_mapping_ptr,
+    num_tokens,
+    num_columns,
+    num_parts,
+    eps,
+    stride_query_token,
+    stride_x_token,
+    stride_weight_row,
+    stride_square_sums_token,
+    stride_cos_sin_position,
+    stride_key_cache_block,
+    stride_key_cache_slot,
+    stride_key_cache_head,
+    stride_value_cache_block,
+    stride_value_cache_slot,
+    stride_value_cache_head,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    SMALL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N / 2 rotation pairs (i, HEAD_DIM / 2 + i) of one head per program.
+
+    Grid: ((NUM_HEADS + 2 * NUM_KV_HEADS) * cdiv(HEAD_DIM / 2, BLOCK_N / 2), cdiv(num_tokens, BLOCK_M)).
+    """
+    HALF: tl.constexpr = BLOCK_N // 2
+    HALF_DIM: tl.constexpr = HEAD_DIM // 2
+    PARTS: tl.constexpr = (HALF_DIM + HALF - 1) // HALF
+    head = tl.program_id(0) // PARTS
+    first_pair = (tl.program_id(0) % PARTS) * HALF
+    lane = tl.arange(0, BLOCK_N)
+    row = head * HEAD_DIM + tl.minimum(first_pair + lane % HALF, HALF_DIM - 1) + (lane // HALF) * HALF_DIM
+    first_token = tl.program_id(1) * BLOCK_M
+    token = first_token + tl.arange(0, BLOCK_M)
+    token_mask = token < num_tokens
+    pair = first_pair + tl.arange(0, HALF)
+    pair_mask = pair < HALF_DIM
+    mask = token_mask[:, None] & pair_mask[None, :]
+
+    # What the sum needs at its end is asked for at its begin.
+    begin_early(weight_ptr, row, num_columns, stride_weight_row, SMALL, PDL)
+    if BIAS:
+        bias = tl.load(bias_ptr + row).to(tl.float32)
+    slot = tl.load(slot_mapping_ptr + token, mask=token_mask, other=0)
+    position = tl.load(positions_ptr + token, mask=token_mask, other=0)
+    angle_ptrs = cos_sin_cache_ptr + (position * stride_cos_sin_position)[:, None] + pair[None, :]
+    cos = tl.load(angle_ptrs, mask=mask, other=0.0)
+    sin = tl.load(angle_ptrs + HALF_DIM, mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    total = project_rows(
+        x_ptr,
+        weight_ptr,
+        square_sums_ptr,
+        row,
+        first_token,
+        num_tokens,
+        num_columns,
+        num_parts,
+        eps,
+        stride_x_token,
+        stride_weight_row,
+        stride_square_sums_token,
+        EVEN_K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        BLOCK_PARTS,
+    )
+    if BIAS:
+        total += bias[None, :]
+    left, right = split_halves(total, BLOCK_M, HALF)
+    if head < NUM_HEADS + NUM_KV_HEADS:
+        rotated = left * cos - right * sin
+        right = right * cos + left * sin
+        left = rotated
+    dtype = query_ptr.dtype.element_ty
+    if head < NUM_HEADS:
+        query_ptrs = query_ptr + token[:, None].to(tl.int64) * stride_query_token + head * HEAD_DIM + pair[None, :]
+        tl.store(query_ptrs, left.to(dtype), mask=mask)
+        tl.store(query_ptrs + HALF_DIM, right.to(dtype), mask=mask)
+    else:
+        block_id, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        if head < NUM_HEADS + NUM_KV_HEADS:
+            kv_head = head - NUM_HEADS
+            key_offset = block_id * stride_key_cache_block + offset * stride_key_cache_slot
+            key_ptrs = key_cache_ptr + (key_offset + kv_head * stride_key_cache_head)[:, None] + pair[None, :]
+            tl.store(key_ptrs, left.to(dtype), mask=mask)
+            tl.store(key_ptrs + HALF_DIM, right.to(dtype), mask=mask)
+        else:
+            kv_head = head - NUM_HEADS - NUM_KV_HEADS
+            value_offset = block_id * stride_value_cache_block + offset * stride_value_cache_slot
+            value_ptrs = value_cache_ptr + (value_offset + kv_head * stride_value_cache_head)[:, None] + pair[None, :]
+            tl.store(value_ptrs, left.to(dtype), mask=mask)
+            tl.store(value_ptrs + HALF_DIM, right.to(dtype), mask=mask)
+
+
+def norm_qkv_rotary_store(
+    x: Tensor,
+    weight: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    square_sums: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    *,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Division of a deferred norm, QKV product; queries and keys rotated by position; keys and values stored at slots.
+
+    `qkv[t, n] = sum_k x[t, k] * weight[n, k] / rms[t] + bias[n]` in fp32 with `rms` as in `norm_linear`; then
+    `rotary_embedding` of queries and keys in fp32, rounded once; then `store_kv_cache` of keys and values.
+
+    Args:
+        x: float32, bfloat16 or float16 [num_tokens, K], strides (any, 1)
+        weight: x.dtype [(num_heads + 2 * num_kv_heads) * head_dim, K], strides (any, 1): queries, keys, values
+        positions: int64 [num_tokens], stride (1,), below max_position
+        cos_sin_cache: float32 [max_position, head_dim], strides (any, 1): cosines of a position, then sines
+        key_cache: x.dtype [num_blocks, block_size, num_kv_heads, head_dim], strides (any, any, any, 1); mutated
+        value_cache: as key_cache; mutated
+        slot_mapping: int64 [num_tokens], stride (1,), block_id * block_size + offset; tokens may share slots of the null
+            block only
+        square_sums: float32 [num_tokens, num_parts], strides (any, 1): of the x that lacks its norm's division, see
+            `DeferredNorm`; None where x needs none
+        eps: of the norm, added to the mean square
+        bias: x.dtype [(num_heads + 2 * num_kv_heads) * head_dim], stride (1,)
+        tiles: how to cut the product; by default chosen from the sizes
+    Returns:
+        x.dtype [num_tokens, num_heads, head_dim], contiguous: the rotated queries.
+    Raises:
+        ValueError: a shape, dtype, device or stride is not as above, head_dim is odd, or the weight's rows are not a
+            number of heads that leaves any for the queries. Values on the device are not read.
+    """
+    check_float_dtype("x", x)
+    check_tensor("x", x, (None, None), x.dtype, x.device)
+    num_tokens, num_columns = x.shape
+    check_tensor("weight", weight, (None, num_columns), x.dtype, x.device)
+    check_tensor("key_cache", key_cache, (None, None, None, None), x.dtype, x.device)
+    check_tensor("value_cache", value_cache, tuple(key_cache.shape), x.dtype, x.device)
+    _, block_size, num_kv_heads, head_dim = key_cache.shape
+    num_heads = weight.shape[0] // head_dim - 2 * num_kv_heads
+    if num_heads < 1 or weight.shape[0] % head_dim or head_dim % 2:
+        raise ValueError(
+            f"weight has {weight.shape[0]} rows, which is no number of heads of {head_dim} beside {num_kv_heads} key and "
+            "value heads, or head_dim is odd"
+        )
+    check_tensor("positions", positions, (num_tokens,), torch.int64, x.device)
+    check_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, x.device)
+    check_tensor("cos_sin_cache", cos_sin_cache, (None, head_dim), torch.float32, x.device)
+    if square_sums is not None:
+        check_tensor("square_sums", square_sums, (num_tokens, None), torch.float32, x.device)
+    if bias is not None:
+        check_tensor("bias", bias, (weight.shape[0],), x.dtype, x.device)
+
+    query = torch.empty((num_tokens, num_heads, head_dim), dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return query
+    tiles = tiles or default_tiles(num_tokens, weight.shape[0], num_columns)
+    pdl = supports_pdl(x.device)
+    parts = triton.cdiv(head_dim // 2, tiles.block_n // 2)
+    grid = ((num_heads + 2 * num_kv_heads) * parts, triton.cdiv(num_tokens, tiles.block_m))
+    _norm_qkv_rotary_store_kernel[grid](
+        query,
+        x,
+        weight,
+        square_sums,
+        bias,
+        positions,
+        cos_sin_cache,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        num_tokens,
+        num_columns,
+        0 if square_sums is None else square_sums.shape[1],
+        eps,
+        query.stride(0),
+        x.stride(0),
+        weight.stride(0),
+        0 if square_sums is None else square_sums.stride(0),
+        cos_sin_cache.stride(0),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        value_cache.stride(2),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BIAS=bias is not None,
+        EVEN_K=num_columns % tiles.block_k == 0,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        BLOCK_PARTS=0 if square_sums is None else triton.next_power_of_2(square_sums.shape[1]),
+        SMALL=is_small(weight),
+        PDL=pdl,
+        num_warps=tiles.num_warps,  # pyright: ignore[reportCallIssue]  (launch options, not the kernel's)
+        num_stages=tiles.num_stages,  # pyright: ignore[reportCallIssue]
+        launch_pdl=pdl,  # pyright: ignore[reportCallIssue]
+    )
+    return query

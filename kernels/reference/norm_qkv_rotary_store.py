@@ -1,0 +1,53 @@
+"""All before attention: the end of a norm, the QKV product, the rotation and the cache's update, in plain torch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.reference.projection import project
+from kernels.reference.rotary_embedding import rotary_embedding
+
+
+def norm_qkv_rotary_store(
+    x: Tensor,
+    weight: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    square_sums: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Division of a deferred norm, QKV product; queries and keys rotated by position; keys and values stored at slots.
+
+    `qkv[t, n] = sum_k x[t, k] * weight[n, k] / rms[t] + bias[n]` in fp32 with `rms` as in `norm_linear`; then
+    `rotary_embedding` of queries and keys in fp32, rounded once; then `store_kv_cache` of keys and values.
+
+    Args:
+        x: float [num_tokens, K]
+        weight: x.dtype [(num_heads + 2 * num_kv_heads) * head_dim, K]: queries, keys, values
+        positions: int64 [num_tokens], below max_position
+        cos_sin_cache: float32 [max_position, head_dim], the cosines of a position and then its sines
+        key_cache: x.dtype [num_blocks, block_size, num_kv_heads, head_dim], any strides; mutated
+        value_cache: as key_cache; mutated
+        slot_mapping: int64 [num_tokens], block_id * block_size + offset; of tokens that share a slot (only padding
+            does, in the null block) any one may win
+        square_sums: float32 [num_tokens, num_parts]: of the x that lacks its norm's division, see `DeferredNorm`; None
+            where x needs none
+        eps: of the norm, added to the mean square
+        bias: x.dtype [(num_heads + 2 * num_kv_heads) * head_dim]
+    Returns:
+        x.dtype [num_tokens, num_heads, head_dim], contiguous: the rotated queries.
+    """
+    _, block_size, num_kv_heads, head_dim = key_cache.shape
+    num_heads = len(weight) // head_dim - 2 * num_kv_heads
+    heads = project(x, weight, square_sums, eps, bias).view(len(x), num_heads + 2 * num_kv_heads, head_dim)
+    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    query, key = rotary_embedding(query, key, positions, cos_sin_cache)
+    # Not by one index over a flat view, which a cache of other strides does not have.
+    slots = (slot_mapping // block_size, slot_mapping % block_size)
+    key_cache.index_put_(slots, key.to(x.dtype))
+    value_cache.index_put_(slots, value.to(x.dtype))
+    return query.to(x.dtype).contiguous()

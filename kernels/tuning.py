@@ -1,0 +1,73 @@
+"""Which tiles a linear layer takes for so many tokens, or that the vendor's library serves it better: measured, kept as data.
+
+`kernels/tuned/<card>.json` holds what `python -m kernels.tune` measured on a card. A card without a table takes the one of
+its generation that exists; a shape without a row takes `default_choice`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from kernels.ops.projection import Tiles, default_tiles
+
+TUNED = Path(__file__).parent / "tuned"
+# Sizes that are measured: a product of other size takes the row of the next larger one.
+TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
+LinearOp = Literal["norm_linear", "norm_gated_linear", "norm_qkv_rotary_store"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A linear layer: which op computes it, and its weight's sizes."""
+
+    op: LinearOp
+    num_rows: int
+    num_columns: int
+
+
+class TileTable:
+    """`choose` gives the tiles for a layer and a number of tokens, or None where the library's product is faster."""
+
+    def __init__(self, rows: dict[tuple[Shape, int], Tiles | None]) -> None:
+        self._rows = rows
+
+    @classmethod
+    def from_json(cls, text: str) -> TileTable:
+        rows = {}
+        for row in json.loads(text)["rows"]:
+            shape = Shape(row["op"], row["num_rows"], row["num_columns"])
+            rows[shape, row["num_tokens"]] = None if row["tiles"] is None else Tiles(*row["tiles"])
+        return cls(rows)
+
+    def choose(self, shape: Shape, num_tokens: int) -> Tiles | None:
+        for bucket in TOKEN_BUCKETS:
+            if num_tokens <= bucket:
+                key = (shape, bucket)
+                return self._rows[key] if key in self._rows else default_choice(shape, bucket)
+        return None
+
+
+def default_choice(shape: Shape, num_tokens: int) -> Tiles | None:
+    """A fair guess for a shape that nobody measured."""
+    return default_tiles(num_tokens, shape.num_rows, shape.num_columns) if num_tokens <= 32 else None
+
+
+@lru_cache
+def load_table(device: torch.device) -> TileTable:
+    """The table measured on this card, or else on another of its generation, or else an empty one."""
+    if device.type != "cuda":
+        return TileTable({})
+    name = torch.cuda.get_device_name(device).lower()
+    tables = {path.stem: path for path in sorted(TUNED.glob("*.json"))}
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return TileTable({})
+    for stem, path in tables.items():
+        if stem in name:
+            return TileTable.from_json(path.read_text(encoding="utf-8"))
+    return TileTable.from_json(tables["h100"].read_text(encoding="utf-8")) if "h100" in tables else TileTable({})

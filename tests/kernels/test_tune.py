@@ -1,0 +1,80 @@
+"""What tuning picks, with times made up, and that every call it would time computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.tuning import Shape
+
+CPU = torch.device("cpu")
+SHAPES = [
+    Shape("norm_linear", 96, 64),
+    Shape("norm_gated_linear", 96, 64),
+    Shape("norm_qkv_rotary_store", 384, 64),
+]
+
+
+def inputs_of(shape: Shape, num_tokens: int) -> dict[str, Any]:
+    """In fp32: the interpreter multiplies bfloat16 matrices wrongly."""
+    from kernels.tune import _inputs
+
+    inputs = _inputs(shape, num_tokens, CPU)
+    return {
+        name: value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+        for name, value in inputs.items()
+    }
+
+
+def first(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.op)
+def test_what_is_timed_against_each_other_computes_the_same(shape: Shape, num_tokens: int) -> None:
+    from kernels.tune import _fused_call, _library_call, candidates
+
+    inputs = inputs_of(shape, num_tokens)
+    expected = first(_library_call(shape)(**inputs)).flatten(1)
+    for tiles in candidates(num_tokens)[::5]:
+        output = first(_fused_call(shape, tiles)(**inputs)).flatten(1)
+        torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_fastest_wins_and_what_does_not_run_is_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    from kernels.tune import candidates, choose
+
+    tried: list[int] = []
+
+    def timer(call: Callable[..., Any], inputs: Any) -> float:
+        tried.append(len(tried))
+        if len(tried) == 3:
+            raise RuntimeError("out of resource: shared memory")
+        return [5.0, 4.0, 0.0, 2.0, 3.0][len(tried) - 1] if len(tried) <= 5 else 9.0
+
+    choice = choose(SHAPES[0], 8, {}, timer)
+    assert len(tried) == 1 + len(candidates(8))
+    assert choice.tiles == candidates(8)[2]
+    assert (choice.seconds, choice.library_seconds) == (2.0, 5.0)
+    assert "does not run: RuntimeError" in capsys.readouterr().err
+
+
+def test_the_library_stays_where_nothing_is_faster() -> None:
+    from kernels.tune import choose
+
+    choice = choose(SHAPES[1], 8, {}, lambda call, inputs: 1.0)
+    assert choice.tiles is None
+    assert choice.to_json()["tiles"] is None
+
+
+def test_a_card_is_needed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels import tune
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        tune.main([])
+    assert "tiles are measured on the card they are for" in capsys.readouterr().err

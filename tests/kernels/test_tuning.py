@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from kernels import tuning
+from kernels.ops.projection import Tiles, default_tiles
+from kernels.tuning import TOKEN_BUCKETS, TUNED, LinearOp, Shape, TileTable, default_choice, load_table
+
+CUDA = torch.device("cuda")
+FILES = sorted(TUNED.glob("*.json"))
+MAX_SHARED_BYTES = 227 * 1024  # of a program, on compute capability 9.0
+LAYER = Shape("norm_linear", 64, 48)
+CHOSEN = Tiles(16, 64, 128, 4, 3)
+
+
+def assert_valid(tiles: Tiles, shape: Shape, element_bytes: int) -> None:
+    """What a launch needs: powers of two, a matrix unit's least, and room for the loads that are under way."""
+    assert all(size >= 1 and size & (size - 1) == 0 for size in tiles[:4]), tiles
+    assert tiles.block_m == 1 or tiles.block_m >= 16, tiles
+    assert tiles.block_m == 1 or (tiles.block_k >= 16 and tiles.block_n >= 16), tiles
+    assert tiles.num_warps <= 16, tiles
+    assert tiles.num_stages >= 1, tiles
+    if shape.op != "norm_linear":
+        assert tiles.block_n >= 2, tiles  # halves that belong together
+    if tiles.block_m > 1:  # a single token's rows go to registers
+        step = (tiles.block_m + tiles.block_n) * tiles.block_k * element_bytes
+        # A matrix unit that reads its operands from shared memory holds a step more, and has none for four bytes.
+        num_steps = tiles.num_stages - (element_bytes > 2)
+        assert step * num_steps <= MAX_SHARED_BYTES, tiles
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_shipped_tables_are_whole_and_valid(path: Path) -> None:
+    """Every shape has all buckets, once; tiles suit weights of two bytes and, for lack of others, of four."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert path.stem in content["card"].lower()
+    table = TileTable.from_json(path.read_text(encoding="utf-8"))
+    buckets: dict[Shape, list[int]] = {}
+    for row in content["rows"]:
+        assert set(row) == {"op", "num_rows", "num_columns", "num_tokens", "tiles"}
+        assert row["op"] in get_args(LinearOp)
+        shape = Shape(row["op"], row["num_rows"], row["num_columns"])
+        buckets.setdefault(shape, []).append(row["num_tokens"])
+        chosen = table.choose(shape, row["num_tokens"])
+        assert chosen == (None if row["tiles"] is None else Tiles(*row["tiles"]))
+        if chosen is not None:
+            for element_bytes in (2, 4):
+                assert_valid(chosen, shape, element_bytes)
+            assert chosen.block_m > 1 or row["num_tokens"] == 1, "a program per token reads the weight for each"
+    assert buckets
+    assert all(sorted(tokens) == list(TOKEN_BUCKETS) for tokens in buckets.values())
+
+
+def test_there_is_a_table_to_fall_back_on() -> None:
+    assert "h100" in [path.stem for path in FILES]
+
+
+def table_of(rows: dict[int, Tiles | None]) -> TileTable:
+    """The table of one layer, by way of its file's format."""
+    records = [
+        {"op": LAYER.op, "num_rows": LAYER.num_rows, "num_columns": LAYER.num_columns, "num_tokens": n, "tiles": t}
+        for n, t in rows.items()
+    ]
+    return TileTable.from_json(json.dumps({"card": "a card", "rows": records}))
+
+
+def test_a_number_of_tokens_takes_the_next_larger_bucket() -> None:
+    rows: dict[int, Tiles | None] = {
+        bucket: CHOSEN._replace(num_stages=index + 1) for index, bucket in enumerate(TOKEN_BUCKETS)
+    }
+    table = table_of(rows)
+    for num_tokens in range(1, TOKEN_BUCKETS[-1] + 1):
+        bucket = min(bucket for bucket in TOKEN_BUCKETS if bucket >= num_tokens)
+        assert table.choose(LAYER, num_tokens) == rows[bucket]
+    assert table.choose(LAYER, TOKEN_BUCKETS[-1] + 1) is None
+    assert table.choose(LAYER, 8192) is None
+
+
+def test_none_is_a_choice_and_not_a_gap() -> None:
+    table = table_of({1: None, 8: CHOSEN})
+    assert table.choose(LAYER, 1) is None
+    assert table.choose(LAYER, 2) == CHOSEN
+    assert default_choice(LAYER, 1) is not None
+
+
+def test_a_shape_that_was_not_measured_takes_the_default() -> None:
+    """So does a bucket without a row; an op's name is part of the shape."""
+    table = table_of({1: CHOSEN})
+    for shape in (Shape("norm_gated_linear", 64, 48), Shape("norm_linear", 48, 64)):
+        assert table.choose(shape, 1) == default_tiles(1, shape.num_rows, shape.num_columns)
+    assert table.choose(LAYER, 7) == default_tiles(8, 64, 48)
+    assert table.choose(LAYER, 33) is None
+
+
+@pytest.mark.parametrize("op", get_args(LinearOp))
+@pytest.mark.parametrize("num_columns", [1, 40, 576, 4096, 14336])
+def test_default_tiles_are_valid(num_columns: int, op: LinearOp) -> None:
+    shape = Shape(op, 4096, num_columns)
+    for num_tokens in (1, 2, 16, 17, 32, 64, 1000):
+        for element_bytes in (2, 4):
+            assert_valid(default_tiles(num_tokens, shape.num_rows, num_columns), shape, element_bytes)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretend a card; the tables of other tests are forgotten."""
+
+    def pretend(name: str, capability: tuple[int, int]) -> TileTable:
+        load_table.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return load_table(CUDA)
+
+    yield pretend
+    load_table.cache_clear()
+
+
+def test_a_card_takes_its_own_table_or_its_generations(
+    card: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for stem, stages in (("h100", 1), ("h200", 2)):
+        row = {"op": LAYER.op, "num_rows": 64, "num_columns": 48, "num_tokens": 1, "tiles": [1, 4, 64, 4, stages]}
+        (tmp_path / f"{stem}.json").write_text(json.dumps({"card": stem, "rows": [row]}))
+    monkeypatch.setattr(tuning, "TUNED", tmp_path)
+
+    def stages(table: TileTable) -> int:
+        chosen = table.choose(LAYER, 1)
+        assert chosen is not None
+        return chosen.num_stages
+
+    assert stages(card("NVIDIA H100 80GB HBM3", (9, 0))) == 1
+    assert stages(card("NVIDIA H200", (9, 0))) == 2
+    assert stages(card("NVIDIA GH200 480GB", (9, 0))) == 2
+    assert stages(card("NVIDIA H800", (9, 0))) == 1
+    default = default_tiles(1, 64, 48)
+    assert card("NVIDIA GeForce RTX 4090", (8, 9)).choose(LAYER, 1) == default
+    (tmp_path / "h100.json").unlink()
+    assert card("NVIDIA H800", (9, 0)).choose(LAYER, 1) == default
+
+
+def test_a_cpu_has_no_table() -> None:
+    assert load_table(torch.device("cpu")).choose(LAYER, 1) == default_tiles(1, 64, 48)

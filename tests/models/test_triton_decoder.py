@@ -1,0 +1,269 @@
+"""The fused executor against the decoder's own modules: the same weights, caches and steps. Also through the interpreter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backend.attention.backend import AttentionBackend
+from backend.attention.metadata import AttentionMetadata, LayerCache
+from backend.attention.reference import ReferenceAttention
+from backend.models.decoder import Decoder
+from backend.models.dummy import DUMMY_SHAPES
+from backend.models.model_config import DecoderConfig
+from backend.worker.decoders import ReferenceDecoder, StepDecoder
+from tests.interpreter import interpret_without_cuda
+
+interpret_without_cuda()
+
+from backend.attention.triton import TritonAttention  # noqa: E402
+from backend.models import triton_decoder  # noqa: E402
+from backend.models.triton_decoder import TritonDecoder  # noqa: E402
+from kernels.ops.projection import Tiles  # noqa: E402
+from kernels.tuning import Shape  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCK_SIZE, NUM_BLOCKS = 4, 60
+CONFIG = replace(DUMMY_SHAPES["tiny"], vocab_size=128, num_layers=2, intermediate_size=40, max_position_embeddings=64)
+BIASED = replace(CONFIG, attention_bias=True, mlp_bias=True)
+MANY, ONE = Tiles(16, 64, 64, 4, 2), Tiles(1, 64, 64, 4, 2)
+
+Choice = Callable[[Shape, int], Tiles | None]
+
+
+def by_tiles(shape: Shape, num_tokens: int) -> Tiles:
+    return ONE if num_tokens == 1 else MANY
+
+
+def by_library(shape: Shape, num_tokens: int) -> None:
+    return None
+
+
+def only(*shapes: tuple[str, int]) -> Choice:
+    """Tiles for these layers, by op and columns, and the library for the others."""
+    return lambda shape, num_tokens: MANY if (shape.op, shape.num_columns) in shapes else None
+
+
+QKV, OUTPUT = ("norm_qkv_rotary_store", 64), ("norm_linear", 96)
+GATE_UP, DOWN, HEAD = ("norm_gated_linear", 64), ("norm_linear", 40), ("norm_linear", 64)
+CHOICES: dict[str, Choice] = {
+    "tiles": by_tiles,
+    "library": by_library,
+    "all but qkv": only(OUTPUT, GATE_UP, DOWN, HEAD),
+    "all but output": only(QKV, GATE_UP, DOWN, HEAD),
+    "all but gate_up": only(QKV, OUTPUT, DOWN, HEAD),
+    "all but down": only(QKV, OUTPUT, GATE_UP, HEAD),
+    "all but head": only(QKV, OUTPUT, GATE_UP, DOWN),
+    "qkv and down": only(QKV, DOWN),
+    # As with a table: what is best changes with the number of tokens.
+    "few tokens": lambda shape, num_tokens: by_tiles(shape, num_tokens) if num_tokens < 4 else None,
+}
+
+
+def make_model(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Every parameter random, at a scale where each layer moves the logits."""
+    model = Decoder(config, dtype=dtype, device=DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    for name, parameter in model.named_parameters():
+        parameter.normal_(generator=generator)
+        if name.endswith("norm.weight"):
+            parameter.mul_(0.2).add_(1)
+        elif parameter.dim() == 2:
+            parameter.mul_(1.0 if name == "embedding" else parameter.shape[1] ** -0.5)
+    return model
+
+
+def make_triton_decoder(
+    model: Decoder, choice: Choice, monkeypatch: pytest.MonkeyPatch, **options: bool
+) -> TritonDecoder:
+    class Table:
+        choose = staticmethod(choice)
+
+    monkeypatch.setattr(triton_decoder, "load_table", lambda device: Table)
+    return TritonDecoder(model, **options)
+
+
+class Run:
+    """A step decoder with its caches, and requests whose blocks lie scattered over them."""
+
+    def __init__(self, model: Decoder, decoder: StepDecoder, attention: AttentionBackend, num_reqs: int) -> None:
+        config = model.config
+        self.decoder, self.attention = decoder, attention
+        self.caches = [
+            LayerCache.zeros(
+                NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim, model.embedding.dtype, DEVICE
+            )
+            for _ in range(config.num_layers)
+        ]
+        blocks = 1 + torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0))
+        self.table = blocks[: NUM_BLOCKS // num_reqs * num_reqs].view(num_reqs, -1).int().to(DEVICE)
+        self.rows = torch.arange(num_reqs).flip(0).to(DEVICE)
+        self.last_token_ids = torch.full((num_reqs + 1,), 7, dtype=torch.int64, device=DEVICE)
+        self.num_computed = [0] * num_reqs
+
+    def step(self, tokens: dict[int, Sequence[int]]) -> Tensor:
+        """Run tokens of requests, single ones first, and give the logits of all; -1 is the request's last token."""
+        reqs, sizes = list(tokens), [len(ids) for ids in tokens.values()]
+        num_decodes = sizes.count(1)
+        assert all(size == 1 for size in sizes[:num_decodes])
+        starts = [self.num_computed[request] for request in reqs]
+        positions = torch.cat([torch.arange(a, a + n) for a, n in zip(starts, sizes, strict=True)]).to(DEVICE)
+        owners = torch.tensor(reqs).repeat_interleave(torch.tensor(sizes)).to(DEVICE)
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor([0, *sizes]).cumsum(0).int().to(DEVICE),
+            seq_lens=torch.tensor([a + n for a, n in zip(starts, sizes, strict=True)]).int().to(DEVICE),
+            block_table=self.table[reqs],
+            slot_mapping=self.table[owners, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
+            positions=positions,
+            num_decodes=num_decodes,
+        )
+        token_ids = torch.tensor([token_id for ids in tokens.values() for token_id in ids], device=DEVICE)
+        hidden = self.decoder.forward(
+            token_ids, self.rows[owners], self.last_token_ids, self.caches, metadata, self.attention
+        )
+        for request, size in zip(reqs, sizes, strict=True):
+            self.num_computed[request] += size
+        return self.decoder.compute_logits(hidden)
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    return torch.randint(CONFIG.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def play(run: Run) -> list[Tensor]:
+    """A prefill of several requests, decode steps, chunks beside decodes; the same tokens whoever runs it."""
+    prompt = random_ids(11, seed=9)
+    logits = [run.step({2: random_ids(1, seed=2), 0: random_ids(6, seed=0), 1: random_ids(4, seed=1)})]
+    for sampled in ([5, 99, 31], [127, 0, 64]):
+        run.last_token_ids[run.rows] = torch.tensor([*sampled, 77], device=DEVICE)
+        logits.append(run.step({1: [-1], 0: [-1], 2: [-1]}))
+    logits.append(run.step({2: [-1], 0: [-1], 3: prompt[:7]}))
+    logits.append(run.step({1: [-1], 3: prompt[7:]}))
+    logits.append(run.step({3: [-1]}))
+    return logits
+
+
+def assert_same_run(ours: Run, reference: Run, tolerance: float = 1e-4) -> None:
+    for step, (logits, expected) in enumerate(zip(play(ours), play(reference), strict=True)):
+        assert (logits.dtype, logits.shape) == (torch.float32, expected.shape)
+        assert expected.std() > 0.5
+        torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance, msg=lambda m, s=step: f"{s}: {m}")
+    for cache, expected in zip(ours.caches, reference.caches, strict=True):
+        torch.testing.assert_close(cache.key_cache, expected.key_cache, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(cache.value_cache, expected.value_cache, atol=tolerance, rtol=tolerance)
+    assert torch.equal(ours.last_token_ids, reference.last_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [*((name, BIASED) for name in CHOICES), *((name, CONFIG) for name in ("tiles", "library", "qkv and down"))],
+    ids=lambda value: value if isinstance(value, str) else "biased" if value.mlp_bias else "plain",
+)
+def test_every_step_equals_the_decoders_own(name: str, config: DecoderConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(config)
+    decoder = make_triton_decoder(model, CHOICES[name], monkeypatch)
+    assert_same_run(
+        Run(model, decoder, TritonAttention(), 4), Run(model, ReferenceDecoder(model), ReferenceAttention(), 4)
+    )
+
+
+@pytest.mark.parametrize("config", [replace(BIASED, tie_word_embeddings=True, num_layers=3)], ids=["tied, 3 layers"])
+def test_other_shapes_by_the_tiles_that_nobody_measured(config: DecoderConfig) -> None:
+    model = make_model(config)
+    decoder = TritonDecoder(model)
+    assert_same_run(
+        Run(model, decoder, TritonAttention(), 4), Run(model, ReferenceDecoder(model), ReferenceAttention(), 4)
+    )
+
+
+OPS = ("embed_tokens", "norm_qkv_rotary_store", "norm_linear", "norm_gated_linear", "rms_norm")
+LIBRARY_OPS = ("rotary_and_store", "silu_and_mul")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tiles", (1, 2, 5, 2, 1, 0, 0)),  # the final norm alone is a kernel of its own
+        ("library", (1, 0, 0, 0, 5, 2, 2)),
+        ("all but head", (1, 2, 4, 2, 1, 0, 0)),
+        ("all but down", (1, 2, 3, 2, 5, 0, 0)),
+        ("qkv and down", (1, 2, 2, 0, 5, 0, 2)),
+    ],
+)
+def test_the_path_that_was_chosen_is_taken(
+    name: str, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(CONFIG)
+    calls: Counter[str] = Counter()
+
+    def counted(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls[op] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    for op in OPS + LIBRARY_OPS:
+        monkeypatch.setattr(triton_decoder, op, counted(op, getattr(triton_decoder, op)))
+    run = Run(model, make_triton_decoder(model, CHOICES[name], monkeypatch), TritonAttention(), 2)
+    run.step({0: [1, 2], 1: [3, 4]})
+    assert tuple(calls[op] for op in OPS + LIBRARY_OPS) == expected
+
+
+@pytest.mark.parametrize("name", ["tiles", "library"])
+def test_logits_go_where_they_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(CONFIG)
+    decoder = make_triton_decoder(model, CHOICES[name], monkeypatch)
+    hidden = torch.randn(3, CONFIG.hidden_size, device=DEVICE)
+    buffer = torch.full((5, CONFIG.vocab_size), 77.0, device=DEVICE)
+    logits = decoder.compute_logits(hidden, output=buffer[1:4])
+    assert logits.data_ptr() == buffer[1].data_ptr()
+    torch.testing.assert_close(logits, decoder.compute_logits(hidden))
+    torch.testing.assert_close(logits, model.compute_logits(model.final_norm(hidden)), atol=1e-4, rtol=1e-4)
+    assert (buffer[[0, 4]] == 77.0).all()
+
+
+def batch_invariant(model: Decoder, num_reqs: int) -> Run:
+    return Run(model, TritonDecoder(model, batch_invariant=True), TritonAttention(batch_invariant=True), num_reqs)
+
+
+def test_batch_invariant_logits_are_the_same_bits_however_they_are_batched() -> None:
+    """A prompt and its continuation: alone and at once, in pieces, token by token, and beside others."""
+    model = make_model(BIASED)
+    prompt, others = random_ids(11, seed=4), random_ids(9, seed=5)
+    whole = batch_invariant(model, 1).step({0: prompt})
+    reference = Run(model, ReferenceDecoder(model), ReferenceAttention(), 1).step({0: prompt})
+    torch.testing.assert_close(whole, reference, atol=1e-4, rtol=1e-4)
+    for sizes in ([5, 6], [1, 1, 9], [10, 1]):
+        run, start, pieces = batch_invariant(model, 1), 0, []
+        for size in sizes:
+            pieces.append(run.step({0: prompt[start : start + size]}))
+            start += size
+        assert torch.equal(torch.cat(pieces), whole), sizes
+    # Beside a chunk, then, in another place of the batch, beside single rows and a chunk.
+    run = batch_invariant(model, 3)
+    beside = [run.step({1: others[:3], 0: prompt[:4]})[3:]]
+    beside.append(run.step({0: prompt[4:5], 1: others[3:]})[:1])
+    beside.append(run.step({2: others[:1], 0: prompt[5:]})[1:])
+    assert torch.equal(torch.cat(beside), whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("choice", ["tiles", "library", "few tokens"])
+def test_bfloat16_stays_near_the_decoders_own(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As near to float32 as the decoder's own modules in bfloat16 come; the norms round in other places."""
+    model = make_model(BIASED, torch.bfloat16)
+    exact = make_model(BIASED)
+    exact.load_state_dict(model.state_dict())
+    decoder = make_triton_decoder(model, CHOICES[choice], monkeypatch)
+    expected = play(Run(exact, ReferenceDecoder(exact), ReferenceAttention(), 4))
+    own = play(Run(model, ReferenceDecoder(model), ReferenceAttention(), 4))
+    ours = play(Run(model, decoder, TritonAttention(), 4))
+    for logits, plain, wanted in zip(ours, own, expected, strict=True):
+        assert (logits - wanted).abs().mean() < 1.5 * (plain - wanted).abs().mean()
