@@ -15,6 +15,7 @@ from app import terminal
 from app.cli_app import app_command
 from app.cli_doctor import doctor
 from app.cli_generate import generate
+from app.cli_kernels import kernels
 from app.cli_models import models
 from app.cli_run import run
 from app.cli_runs import compare, export, runs
@@ -33,6 +34,7 @@ cli.command()(run)
 cli.add_typer(runs, name="runs")
 cli.command()(compare)
 cli.command()(export)
+cli.add_typer(kernels, name="kernels")
 cli.command()(doctor)
 cli.command(name="app")(app_command)
 

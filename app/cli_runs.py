@@ -41,6 +41,7 @@ def list_runs(
             document = [
                 {
                     "run_id": run.run_id,
+                    "kind": run.kind,
                     "status": run.status,
                     "label": run.label,
                     "created_at": run.created_at.isoformat(),
@@ -58,7 +59,7 @@ def list_runs(
                 f"#{run.run_id}",
                 run.status,
                 formatting.timestamp(run.created_at),
-                run.model,
+                run.model or "kernel lab",
                 _metric("output_throughput_tok_s", run.summary),
                 _metric("ttft_ms.p50", run.summary),
                 run.label or "",
@@ -83,7 +84,7 @@ def show(run: RunArgument, as_json: JsonOption = False) -> None:
         facts = {
             "Status": stored.status,
             "Error": stored.error,
-            "Model": stored.model,
+            "Model": stored.model or "none, the kernel lab",
             "Label": stored.label,
             "Notes": stored.notes,
             "Created": formatting.timestamp(stored.created_at),
@@ -156,8 +157,11 @@ def export(
     output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="File to write; - is stdout.")],
     file_format: Annotated[Literal["json", "csv"], typer.Option("--format", help="json or csv.")],
     table: Annotated[
-        Literal["requests", "steps", "runs"] | None,
-        typer.Option("--table", help="What to export. Otherwise: requests in CSV, runs with all they hold in JSON."),
+        Literal["requests", "steps", "runs", "kernels"] | None,
+        typer.Option(
+            "--table",
+            help="What to export. Otherwise: requests (of kernel runs, their results) in CSV, runs with all they hold in JSON.",
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
 ) -> None:

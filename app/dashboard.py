@@ -21,6 +21,7 @@ page = st.navigation(
         st.Page(links.RUN, title="Run", icon=":material/play_arrow:", url_path="run"),
         st.Page(links.HISTORY, title="History", icon=":material/history:", url_path="history"),
         st.Page(links.COMPARE, title="Compare", icon=":material/compare_arrows:", url_path="compare"),
+        st.Page(links.KERNELS, title="Kernels", icon=":material/speed:", url_path="kernels"),
         st.Page(links.DETAIL, title="Run detail", url_path="detail", visibility="hidden"),
     ]
 )

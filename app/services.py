@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from backend.config import EngineConfig
 from backend.errors import EngineError
-from backend.metrics.stats import RunEnd
+from backend.metrics.stats import RunEnd, StatsSink
 from backend.workload.spec import Workload
 from db.recorder import RunRecorder
 from db.repository import RunRepository
@@ -21,6 +21,7 @@ from db.session import Database
 
 if TYPE_CHECKING:
     from backend.engine.engine_host import EngineHost
+    from backend.experiments.kernel_config import KernelLabConfig
     from backend.experiments.run_queue import RunQueue
 
 
@@ -121,6 +122,32 @@ def start_run(services: Services, config: EngineConfig, workload: Workload, labe
     recorder = services._add_recorder(run_id)
     try:
         queue.submit(run_id, config, workload, (recorder,))
+    except BaseException as error:
+        recorder.on_run_end(RunEnd("failed", end_time=time.perf_counter(), error=str(error)))
+        raise
+    return run_id
+
+
+def start_kernel_run(services: Services, config: KernelLabConfig, label: str | None = None) -> int:
+    """The same for the kernel lab: its results are stored as they come. Returns the run id at once.
+
+    Raises `ConfigError` for what this machine cannot do, and as `start_run`.
+    """
+    from backend.experiments.kernel_lab import resolve_lab, run_lab
+
+    queue = services.queue  # it prepares the surroundings in which torch is imported
+    resolve_lab(config)
+    run_id = services.repository.create(config.to_dict(), {}, label, kind="kernels")
+    recorder = services._add_recorder(run_id)
+
+    def store(result: Mapping[str, Any]) -> None:
+        services.repository.add_kernel_result(run_id, result)
+
+    def task(sink: StatsSink, cancel: threading.Event) -> RunEnd:
+        return run_lab(config, sink, store, cancel)
+
+    try:
+        queue.submit_task(run_id, task, (recorder,))
     except BaseException as error:
         recorder.on_run_end(RunEnd("failed", end_time=time.perf_counter(), error=str(error)))
         raise

@@ -1,4 +1,4 @@
-"""The tables: a run, and its requests, steps, telemetry samples and ledger chunks.
+"""The tables: a run, its requests, steps, telemetry samples and ledger chunks, and the results of the kernel lab.
 
 Times of records are seconds since the run's start (`RunStart.start_time`, before the warm-up); wall time appears only in the
 three `*_at` columns of `runs`. Durations are in milliseconds where the name says `_ms`. What does not exist is NULL.
@@ -30,6 +30,7 @@ class RunRow(Base):
     __table_args__ = (Index(None, "status"), {"sqlite_autoincrement": True})
 
     run_id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16), server_default="serve")  # a RunKind
     status: Mapped[str] = mapped_column(String(16))  # a RunStatus
     phase: Mapped[dict[str, Any] | None] = mapped_column(Json)  # the `Phase` of a run that is not over
     label: Mapped[str | None] = mapped_column(ForeignText)
@@ -37,7 +38,7 @@ class RunRow(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     started_at: Mapped[datetime | None] = mapped_column(UtcDateTime)  # the zero of the records' times
     ended_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
-    model: Mapped[str] = mapped_column(ForeignText)
+    model: Mapped[str] = mapped_column(ForeignText)  # empty where none takes part
     config: Mapped[dict[str, Any]] = mapped_column(Json)  # as asked
     resolved_config: Mapped[dict[str, Any] | None] = mapped_column(Json)  # as run
     workload: Mapped[dict[str, Any]] = mapped_column(Json)
@@ -146,3 +147,40 @@ class ChunkRow(Base):
     first_step: Mapped[int]
     last_step: Mapped[int]
     data: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class KernelResultRow(Base):
+    """One result of the kernel lab: a check, a timing, a length of the attention comparison, or why there is none."""
+
+    __tablename__ = "kernel_results"
+    __table_args__ = (Index(None, "run_id"),)
+
+    row_id: Mapped[int] = mapped_column(_ROW_ID, primary_key=True)
+    run_id: Mapped[int] = _run_key()
+    experiment: Mapped[str] = mapped_column(String(16))  # check, bench, attention
+    op: Mapped[str] = mapped_column(String(64))
+    implementation: Mapped[str] = mapped_column(String(32))  # launch, reference, or a name of the attention comparison
+    shape: Mapped[str] = mapped_column(ForeignText)
+    dtype: Mapped[str] = mapped_column(String(16))
+    device: Mapped[str | None] = mapped_column(ForeignText)
+    interpreted: Mapped[bool | None]  # checked through Triton's interpreter
+    passed: Mapped[bool | None]  # of a check
+    problem: Mapped[str | None] = mapped_column(ForeignText)  # why a check failed, or why there is no figure
+    max_abs_error: Mapped[float | None] = mapped_column(FiniteFloat)
+    max_rel_error: Mapped[float | None] = mapped_column(FiniteFloat)
+    atol: Mapped[float | None] = mapped_column(FiniteFloat)
+    rtol: Mapped[float | None] = mapped_column(FiniteFloat)
+    num_samples: Mapped[int | None]
+    p20_us: Mapped[float | None] = mapped_column(FiniteFloat)
+    p50_us: Mapped[float | None] = mapped_column(FiniteFloat)
+    p80_us: Mapped[float | None] = mapped_column(FiniteFloat)
+    bytes_moved: Mapped[int | None] = mapped_column(BigInteger)
+    flops: Mapped[int | None] = mapped_column(BigInteger)
+    gb_per_s: Mapped[float | None] = mapped_column(FiniteFloat)
+    tflop_per_s: Mapped[float | None] = mapped_column(FiniteFloat)
+    read_limit_gb_per_s: Mapped[float | None] = mapped_column(FiniteFloat)
+    matmul_limit_tflop_per_s: Mapped[float | None] = mapped_column(FiniteFloat)
+    share_of_limit: Mapped[float | None] = mapped_column(FiniteFloat)
+    limited_by: Mapped[str | None] = mapped_column(String(16))  # bandwidth, matmul
+    length: Mapped[int | None]  # of the attention comparison, in tokens
+    peak_memory_bytes: Mapped[int | None] = mapped_column(BigInteger)

@@ -13,10 +13,10 @@ from sqlalchemy.engine import CursorResult
 from backend.errors import DatabaseError
 from backend.metrics.stats import FINAL_STATUSES
 from db.base import Base
-from db.models import ChunkRow, RequestRow, RunRow, SampleRow, StepRow
+from db.models import ChunkRow, KernelResultRow, RequestRow, RunRow, SampleRow, StepRow
 from db.owner import Owner
 from db.run_ids import parse_run_id
-from db.run_rows import Row, Run, to_run
+from db.run_rows import Row, Run, RunKind, kernel_result_row, to_run
 from db.step_queries import select_steps
 
 if TYPE_CHECKING:
@@ -42,20 +42,22 @@ class RunRepository:
         workload: Mapping[str, Any],
         label: str | None = None,
         notes: str | None = None,
+        kind: RunKind = "serve",
     ) -> int:
         """Add a queued run that belongs to this process; returns its id.
 
         Args:
-            config: `EngineConfig.to_dict()`, as asked.
-            workload: `Workload.to_dict()`.
+            config: `EngineConfig.to_dict()`, as asked; of a kernel run, its `KernelLabConfig.to_dict()`.
+            workload: `Workload.to_dict()`; of a kernel run, empty.
         """
         owner = {f"owner_{name}": value for name, value in asdict(Owner.this_process()).items()}
         row = RunRow(
+            kind=kind,
             status="queued",
             label=label or None,
             notes=notes or None,
             created_at=datetime.now(UTC),
-            model=config["model"]["name"],
+            model=config["model"]["name"] if kind == "serve" else "",
             config=config,
             workload=workload,
             notices=[],
@@ -93,6 +95,7 @@ class RunRepository:
         text: str | None = None,
         statuses: Collection[str] | None = None,
         models: Collection[str] | None = None,
+        kind: RunKind | None = None,
         limit: int | None = 500,
     ) -> list[Run]:
         """Runs that meet every filter, newest first.
@@ -100,6 +103,7 @@ class RunRepository:
         Args:
             text: part of a label, of the notes or of a model's name, in any case; or a run id, as `12` or `#12`.
             statuses, models: any of these; None for all.
+            kind: this one only; None for all.
             limit: most runs to return; None for all.
         """
         query = select(RunRow).order_by(RunRow.run_id.desc()).limit(limit)
@@ -109,13 +113,16 @@ class RunRepository:
             query = query.where(RunRow.status.in_(statuses))
         if models is not None:
             query = query.where(RunRow.model.in_(models))
+        if kind is not None:
+            query = query.where(RunRow.kind == kind)
         with self._database.read() as session:
             return [to_run(row) for row in session.scalars(query)]
 
     def models(self) -> list[str]:
         """Names of the models that have runs, sorted."""
         with self._database.read() as session:
-            return list(session.scalars(select(RunRow.model).distinct().order_by(RunRow.model)))
+            query = select(RunRow.model).where(RunRow.kind == "serve").distinct().order_by(RunRow.model)
+            return list(session.scalars(query))
 
     def set_label(self, run_id: int, label: str | None) -> None:
         """Raises `DatabaseError` for an unknown run."""
@@ -193,6 +200,14 @@ class RunRepository:
         """The run's telemetry samples as dicts by column name, in order."""
         return self._rows(_select_records(SampleRow, run_id).order_by(SampleRow.time))
 
+    def add_kernel_result(self, run_id: int, result: Mapping[str, Any]) -> None:
+        """Store one result of a kernel run that goes on; see `kernel_result_row`."""
+        self.record(run_id, {}, {KernelResultRow: [kernel_result_row(run_id, result)]})
+
+    def kernel_results(self, run_id: int) -> list[Row]:
+        """The run's kernel results as dicts by column name, in the order they were measured."""
+        return self._rows(_select_records(KernelResultRow, run_id).order_by(KernelResultRow.row_id))
+
     def chunks(self, run_id: int, kind: str) -> list[tuple[bytes, int, int]]:
         """The run's ledger chunks of one kind as (data, first step, last step), in order."""
         query = (
@@ -214,7 +229,7 @@ class RunRepository:
             return [dict(row) for row in session.execute(query).mappings()]
 
 
-def _select_records(table: type[RequestRow | StepRow | SampleRow], run_id: int) -> Select[Any]:
+def _select_records(table: type[RequestRow | StepRow | SampleRow | KernelResultRow], run_id: int) -> Select[Any]:
     columns = [column for column in table.__table__.columns if column.name != "row_id"]
     return select(*columns).where(table.run_id == run_id)
 

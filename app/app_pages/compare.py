@@ -12,7 +12,7 @@ services = resources.get_services()
 st.title("Compare", anchor=False)
 st.caption("What changed between runs, and what it did to their figures.")
 
-finished = services.repository.list(statuses={"finished"})
+finished = services.repository.list(statuses={"finished"}, kind="serve")
 if len(finished) < 2:
     st.info(
         f"Comparing takes two finished runs; there {'is one' if finished else 'are none'} so far.",

@@ -13,7 +13,9 @@ asked = st.query_params.get("run")
 run_id = parse_run_id(asked or "")
 run = services.repository.get(run_id) if run_id is not None else None
 
-if run is not None:
+if run is not None and run.kind == "kernels":
+    st.switch_page(links.KERNELS, query_params=links.kernels_query(run.run_id, run.config["experiments"]))
+elif run is not None:
     run_detail.show(services, run)
 else:
     st.title("Run detail", anchor=False)

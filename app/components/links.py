@@ -13,6 +13,7 @@ RUN = "app_pages/run.py"
 HISTORY = "app_pages/history.py"
 DETAIL = "app_pages/detail.py"
 COMPARE = "app_pages/compare.py"
+KERNELS = "app_pages/kernels.py"
 
 
 def run_link(label: str = "Start a run") -> None:
@@ -26,6 +27,18 @@ def history_link(label: str = "All runs") -> None:
 def detail_link(run_id: int, label: str | None = None) -> None:
     st.page_link(
         DETAIL, label=label or f"Details of #{run_id}", icon=":material/query_stats:", query_params={"run": str(run_id)}
+    )
+
+
+def kernels_query(run_id: int, experiments: Sequence[str]) -> dict[str, str]:
+    """What leads to a kernel run on its page, in the view that shows it."""
+    view = {"view": "Attention over length"} if set(experiments) == {"attention"} else {}
+    return {"run": str(run_id), **view}
+
+
+def kernels_link(run_id: int, label: str | None = None) -> None:
+    st.page_link(
+        KERNELS, label=label or f"Kernel run #{run_id}", icon=":material/speed:", query_params={"run": str(run_id)}
     )
 
 

@@ -25,19 +25,24 @@ def show(services: Services) -> None:
 
 
 def _panel(services: Services, snapshot: LiveSnapshot | None) -> None:
-    if snapshot is None:
+    run = services.repository.get(snapshot.run_id) if snapshot is not None else None
+    if snapshot is None or (run is not None and run.kind == "kernels"):
+        if activity.is_active(snapshot):
+            progress(services, snapshot)
+            links.kernels_link(snapshot.run_id)
         _before_the_first(services)
+        queue(services)
         return
     if activity.is_active(snapshot):
         under_way(services, snapshot)
     else:
         _ended(services, snapshot)
-    _queue(services)
+    queue(services)
 
 
 def under_way(services: Services, snapshot: LiveSnapshot) -> None:
     """A run of this process that is not over: what it does now, and how it goes so far."""
-    _progress(services, snapshot)
+    progress(services, snapshot)
     with figures.row():
         _live_figures(snapshot)
     _pictures(snapshot)
@@ -73,7 +78,7 @@ def _pictures(snapshot: LiveSnapshot) -> None:
 
 def _before_the_first(services: Services) -> None:
     """What will be here, or the newest run of an earlier process."""
-    newest = services.repository.list(limit=1)
+    newest = services.repository.list(kind="serve", limit=1)
     if not newest:
         st.info(
             "Nothing has run yet. **Start** sends 16 chat prompts to a small model; throughput and latencies appear here "
@@ -96,7 +101,8 @@ def _name(services: Services, run_id: int) -> str:
     return formatting.run_name(run_id, run.label if run else None)
 
 
-def _progress(services: Services, snapshot: LiveSnapshot) -> None:
+def progress(services: Services, snapshot: LiveSnapshot) -> None:
+    """What the run does, how far it is, and the button that ends it."""
     phase = snapshot.phase
     cancelling = st.session_state.get(_CANCELLING) == snapshot.run_id
     with st.container(horizontal=True, vertical_alignment="center"):
@@ -173,7 +179,8 @@ def _blocks(snapshot: LiveSnapshot) -> None:
     share_bar("KV blocks", shares, formatting.count(sum(amount for _, amount, _ in parts)))
 
 
-def _queue(services: Services) -> None:
+def queue(services: Services) -> None:
+    """The runs that wait."""
     for run_id in services.queue.queued():
         with st.container(horizontal=True, vertical_alignment="center"):
             links.detail_link(run_id, f"#{run_id} is queued")
@@ -189,5 +196,9 @@ def _queue(services: Services) -> None:
 
 def previous_finished(services: Services, run_id: int) -> int | None:
     """The newest finished run before this one."""
-    earlier = (run.run_id for run in services.repository.list(statuses={"finished"}, limit=10) if run.run_id < run_id)
+    earlier = (
+        run.run_id
+        for run in services.repository.list(statuses={"finished"}, kind="serve", limit=10)
+        if run.run_id < run_id
+    )
     return next(earlier, None)

@@ -21,6 +21,7 @@ _TABLES: dict[Table, str] = {
     "requests": "requests, a row each",
     "steps": "engine steps, a row each",
     "runs": "runs, a row each",
+    "kernels": "kernel results, a row each",
 }
 
 
@@ -29,10 +30,16 @@ def show(services: Services, runs: Sequence[Run]) -> None:
     with st.container(horizontal=True, vertical_alignment="center"):
         if st.button("Open", icon=":material/query_stats:", disabled=len(runs) != 1, help="Tick one run."):
             st.switch_page(links.DETAIL, query_params={"run": str(runs[0].run_id)})
+        kinds = {run.kind for run in runs}
         if st.button(
-            "Compare", icon=":material/compare_arrows:", disabled=len(runs) < 2, help="Tick two runs or more."
+            "Compare",
+            icon=":material/compare_arrows:",
+            disabled=len(runs) < 2 or len(kinds) > 1,
+            help="Tick two runs or more: workloads, or kernel runs.",
         ):
             ids = sorted(run.run_id for run in runs)  # the older run is the baseline
+            if kinds == {"kernels"}:
+                st.switch_page(links.KERNELS, query_params={"run": str(ids[-1]), "with": address_of(ids[:-1])})
             st.switch_page(links.COMPARE, query_params={"runs": address_of(ids)})
         export(services, runs)
         if st.button("Delete", icon=":material/delete:", disabled=not runs, help="Asks before it deletes."):
@@ -93,7 +100,7 @@ def rerun_button(services: Services, run: Run) -> None:
 
 @st.dialog("Delete runs?")
 def _confirm_delete(services: Services, runs: Sequence[Run]) -> None:
-    st.markdown("With all their requests and steps, for good:")
+    st.markdown("With all their records, for good:")
     st.markdown("\n".join(f"- {notes.plain(run.title)}, {run.status}" for run in runs))
     with st.container(horizontal=True):
         ids = [run.run_id for run in runs]

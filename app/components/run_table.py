@@ -60,14 +60,29 @@ def table(runs: Sequence[Run]) -> pd.DataFrame:
             "ttft": _rounded(metric_value(run.summary, "ttft_ms.p50")),
             "tpot": _rounded(metric_value(run.summary, "tpot_ms.p50")),
             "duration": _rounded(metric_value(run.summary, "duration_s")),
-            "model": run.model,
-            "workload": workload_text(run.workload),
+            "model": run.model or None,
+            "workload": asked_text(run),
             "created": run.created_at.astimezone(),
             "note": run.error or run.notes,
         }
         for run in runs
     ]
     return pd.DataFrame(rows)
+
+
+def asked_text(run: Run) -> str:
+    """What a run was asked to do, in a few words."""
+    return lab_text(run.config) if run.kind == "kernels" else workload_text(run.workload)
+
+
+def lab_text(config: Mapping[str, Any]) -> str:
+    """A kernel run's in a few words: "kernels: check, bench of all ops, bfloat16"."""
+    ops = config.get("ops")
+    what = (
+        "" if set(config["experiments"]) == {"attention"} else " of all ops" if ops is None else f" of {len(ops)} ops"
+    )
+    dtype = config.get("dtype")
+    return f"kernels: {', '.join(config['experiments'])}{what}" + (f", {dtype}" if dtype else "")
 
 
 def workload_text(workload: Mapping[str, Any]) -> str:
@@ -106,7 +121,7 @@ def _columns() -> dict[str, Any]:
         ),
         "label": config.TextColumn("Label", width=150),
         "model": config.TextColumn("Model", width=110),
-        "workload": config.TextColumn("Workload", width=200),
+        "workload": config.TextColumn("Workload", width=200, help="Or what the kernel lab was asked."),
         "created": config.DatetimeColumn("Created", format="YYYY-MM-DD HH:mm", width=130),
         "output": config.NumberColumn("Output tok/s", format="localized", width=95),
         "ttft": config.NumberColumn("TTFT p50 ms", format="localized", width=95),

@@ -53,6 +53,10 @@ def choice(key: str, options: Mapping[str, str], label: str, help_text: str = ""
     )
 
 
+def _on_or_off(value: bool) -> str:
+    return "on" if value else "off"
+
+
 def setting(field: Field, label: str | None = None) -> None:
     """The widget that fits a setting's kind. An empty number is "auto" where the setting may be left out."""
     label = label or form.label_of(field.key)
@@ -65,6 +69,9 @@ def setting(field: Field, label: str | None = None) -> None:
                 st.selectbox(label, options, index=None, placeholder=form.empty_of(field.key), **common)
             else:
                 st.selectbox(label, options, **common)
+        case "toggle" if field.optional:
+            empty = form.empty_of(field.key)
+            st.selectbox(label, (True, False), index=None, format_func=_on_or_off, placeholder=empty, **common)
         case "toggle":
             st.toggle(label, **common)
         case "int":

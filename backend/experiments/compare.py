@@ -41,6 +41,8 @@ class ComparableRun(Protocol):
     @property
     def run_id(self) -> int: ...
     @property
+    def kind(self) -> str: ...
+    @property
     def status(self) -> str: ...
     @property
     def label(self) -> str | None: ...
@@ -136,6 +138,8 @@ def _check(runs: Sequence[ComparableRun], run_ids: tuple[int, ...]) -> None:
     if repeated:
         raise ServeLabError(f"{_names(repeated)} given more than once; name each run once")
     for run in runs:
+        if run.kind != "serve":
+            raise ServeLabError(f"run #{run.run_id} is the kernel lab's; the Kernels page compares such runs")
         if run.status != "finished" or run.summary is None:
             raise ServeLabError(f"run #{run.run_id} is {run.status}; only finished runs can be compared")
 

@@ -1,4 +1,4 @@
-"""`RunQueue`: one run after another on one engine, each from its model's download to its summary."""
+"""`RunQueue`: one run after another on one device, a workload's from its model's download to its summary."""
 
 from __future__ import annotations
 
@@ -54,17 +54,34 @@ class RunHost(Protocol):
     def reset_peak_memory(self) -> None: ...
 
 
+class Task(Protocol):
+    """What a run does that sends no workload to the engine, such as the kernel lab's."""
+
+    def __call__(self, sink: StatsSink, cancel: threading.Event) -> RunEnd:
+        """Do all of it, telling `sink` everything but the end; return soon after `cancel` is set."""
+        ...
+
+
 @dataclass(eq=False)
 class _Job:
     run_id: int
+    live: LiveRun
+    sinks: SinkGroup
+    cancel: threading.Event = field(default_factory=threading.Event, kw_only=True)
+
+
+@dataclass(eq=False)
+class _TaskJob(_Job):
+    task: Task
+
+
+@dataclass(eq=False)
+class _WorkloadJob(_Job):
     config: EngineConfig
     workload: Workload
-    live: LiveRun
     in_flight: dict[str, Flight]
     peaks: PeakSink
-    sinks: SinkGroup
     problem: ConfigError | None  # found when it was submitted; it ends the run as soon as that is taken up
-    cancel: threading.Event = field(default_factory=threading.Event)
 
 
 class _Cancelled(Exception):
@@ -114,15 +131,13 @@ class RunQueue:
         live = LiveRun(run_id, num_requests, lambda: under_way(list(in_flight.values())))
         peaks = PeakSink()
         # The live view comes last: once it says "finished", the other sinks have the whole run.
-        job = _Job(run_id, config, workload, live, in_flight, peaks, SinkGroup((peaks, *sinks, live)), problem)
-        with self._changed:
-            if self._closed:
-                raise EngineError("ServeLab is shutting down; no run can be started")
-            if run_id in self._pending or run_id in self._ends:
-                raise EngineError(f"run #{run_id} was already submitted")
-            self._pending.add(run_id)
-            self._queued[run_id] = job
-            self._changed.notify_all()
+        group = SinkGroup((peaks, *sinks, live))
+        self._enqueue(_WorkloadJob(run_id, live, group, config, workload, in_flight, peaks, problem))
+
+    def submit_task(self, run_id: int, task: Task, sinks: Sequence[StatsSink]) -> None:
+        """Queue a run that is no workload: no other run goes on beside it. Returns and raises as `submit`."""
+        live = LiveRun(run_id)
+        self._enqueue(_TaskJob(run_id, live, SinkGroup((*sinks, live)), task))
 
     def cancel(self, run_id: int) -> bool:
         """Ask for a run's end; False when it is not queued or running. One still queued has ended when this returns."""
@@ -173,6 +188,16 @@ class RunQueue:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
+    def _enqueue(self, job: _Job) -> None:
+        with self._changed:
+            if self._closed:
+                raise EngineError("ServeLab is shutting down; no run can be started")
+            if job.run_id in self._pending or job.run_id in self._ends:
+                raise EngineError(f"run #{job.run_id} was already submitted")
+            self._pending.add(job.run_id)
+            self._queued[job.run_id] = job
+            self._changed.notify_all()
+
     def _loop(self) -> None:
         while (job := self._take()) is not None:
             self._finish(job, self._run(job))
@@ -209,6 +234,9 @@ class RunQueue:
             return RunEnd("failed", time.perf_counter(), error=f"{type(error).__name__}: {error}")
 
     def _execute(self, job: _Job) -> RunEnd:
+        if isinstance(job, _TaskJob):
+            return job.task(job.sinks, job.cancel)
+        assert isinstance(job, _WorkloadJob)
         if job.problem is not None:
             raise job.problem
         info = self._prepare(job)
@@ -252,7 +280,7 @@ class RunQueue:
             sampler.stop()
         return self._summarize(job, result)
 
-    def _prepare(self, job: _Job) -> LoadedInfo:
+    def _prepare(self, job: _WorkloadJob) -> LoadedInfo:
         """Model files, then the engine. A cancel takes effect at the next sign of progress."""
 
         def on_phase(phase: Phase) -> None:
@@ -271,7 +299,7 @@ class RunQueue:
             raise _Cancelled
         return info
 
-    def _summarize(self, job: _Job, result: WorkloadResult) -> RunEnd:
+    def _summarize(self, job: _WorkloadJob, result: WorkloadResult) -> RunEnd:
         job.sinks.on_phase(Phase("writing"))
         status, error = result.status, result.error
         if status == "finished" and error is not None and self._host_failure() is not None:

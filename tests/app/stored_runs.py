@@ -88,11 +88,15 @@ class FakeQueue:
 
     def __init__(self) -> None:
         self.submitted: list[tuple[int, EngineConfig, Workload]] = []
+        self.tasks: list[tuple[int, Any]] = []
         self.cancelled: list[int] = []
         self.live_run: LiveRun | None = None
 
     def submit(self, run_id: int, config: EngineConfig, workload: Workload, sinks: Sequence[StatsSink]) -> None:
         self.submitted.append((run_id, config, workload))
+
+    def submit_task(self, run_id: int, task: Any, sinks: Sequence[StatsSink]) -> None:
+        self.tasks.append((run_id, task))
 
     def cancel(self, run_id: int) -> bool:
         self.cancelled.append(run_id)

@@ -117,13 +117,16 @@ def test_runs_are_listed_newest_first(cli: Cli) -> None:
     code, out, _ = cli("runs", "list", "--json")
     documents = json.loads(out)
     assert code == 0
-    assert [set(document) for document in documents] == [{"run_id", "status", "label", "created_at", "model"}] * 2
+    assert [set(document) for document in documents] == [
+        {"run_id", "kind", "status", "label", "created_at", "model"}
+    ] * 2
     assert [(document["run_id"], document["status"]) for document in documents] == [
         (second, "failed"),
         (first, "finished"),
     ]
     assert documents[1] | {"created_at": None} == {
         "run_id": first,
+        "kind": "serve",
         "status": "finished",
         "label": "base",
         "created_at": None,

@@ -167,6 +167,9 @@ ADDRESSES = [
     "detail?run=1&view=Setup",
     "detail?run=99",
     "compare?runs=1,3",
+    "kernels",
+    "kernels?view=Attention+over+length",
+    "kernels?view=CUDA+graphs",
     "compare?runs=1,2,99",
 ]
 

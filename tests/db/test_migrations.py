@@ -21,7 +21,7 @@ from db.run_rows import sample_row
 from db.session import Database, migrating_connection
 from tests.db.records import CONFIG, ROOT, WORKLOAD, make_sample
 
-TABLES = {"runs", "requests", "steps", "samples", "chunks"}
+TABLES = {"runs", "requests", "steps", "samples", "chunks", "kernel_results"}
 
 
 @pytest.fixture
@@ -55,7 +55,8 @@ def test_tables_are_created_exactly_as_the_models_would(engine: Engine, tmp_path
     def schema(engine: Engine) -> dict[str, set[str]]:
         with engine.connect() as connection:
             rows = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")).all()
-        parts = {name: {part.strip(" \t\n,") for part in sql.split("\n")} for name, sql in rows}
+        # A column that was added later stands in the last line, before the closing bracket.
+        parts = {name: {part.strip(" \t\n,)") for part in sql.split("\n")} - {""} for name, sql in rows}
         return {name: part for name, part in parts.items() if name != "alembic_version"}
 
     assert schema(engine) == schema(other)
@@ -69,6 +70,43 @@ def test_down_and_up_again(url: str, engine: Engine) -> None:
         assert not check_schema(connection, url)
     database = Database.open(url)
     assert RunRepository(database).create(CONFIG, WORKLOAD) == 1
+    database.close()
+
+
+def test_an_old_database_is_migrated_when_it_is_opened(url: str) -> None:
+    """Its runs are serving runs, and ids of deleted ones stay unused."""
+    database = Database.open(url)
+    repository = RunRepository(database)
+    kept, deleted = (repository.create(CONFIG, WORKLOAD) for _ in range(2))
+    repository.record(deleted, {"status": "cancelled"}, {})
+    repository.delete([deleted])
+    database.close()
+    old = create_engine(url)
+    with old.begin() as connection:
+        command.downgrade(alembic_config(connection), "0001")
+        assert tables(connection) == TABLES - {"kernel_results"} | {"alembic_version"}
+        assert "kind" not in {column["name"] for column in inspect(connection).get_columns("runs")}
+    old.dispose()
+    database = Database.open(url)
+    repository = RunRepository(database)
+    assert [(run.run_id, run.kind, run.model) for run in repository.list()] == [(kept, "serve", "tiny")]
+    new = repository.create({"experiments": ["bench"]}, {}, kind="kernels")
+    assert new == deleted + 1
+    repository.add_kernel_result(
+        new, {"experiment": "bench", "op": "a", "implementation": "launch", "shape": "s"} | {"dtype": "float32"}
+    )
+    assert len(repository.kernel_results(new)) == 1
+    database.close()
+
+
+def test_a_downgrade_takes_kernel_runs_along(url: str, engine: Engine) -> None:
+    database = Database.open(url)
+    repository = RunRepository(database)
+    kept = repository.create(CONFIG, WORKLOAD)
+    repository.create({}, {}, kind="kernels")
+    with engine.begin() as connection:
+        command.downgrade(alembic_config(connection), "0001")
+        assert connection.execute(text("SELECT run_id FROM runs")).scalars().all() == [kept]
     database.close()
 
 

@@ -293,3 +293,24 @@ def test_samples_and_chunks_come_in_order(repository: RunRepository) -> None:
     assert [row["time"] for row in repository.samples(run_id)] == [1.0, 2.0]
     assert repository.chunks(run_id, "steps") == [(b"first", 0, 255), (b"\x00\xff", 256, 300)]
     assert repository.chunks(run_id, "none of these") == repository.samples(99) == []
+
+
+def test_kernel_runs_are_told_apart_and_keep_their_results(repository: RunRepository) -> None:
+    serving = repository.create(CONFIG, WORKLOAD)
+    lab = repository.create({"experiments": ["check"]}, {}, kind="kernels")
+    what = {"experiment": "check", "op": "rms_norm", "implementation": "launch", "shape": "default", "dtype": "float32"}
+    for passed, error in ((True, 1e-7), (False, float("nan"))):
+        repository.add_kernel_result(lab, what | {"passed": passed, "max_abs_error": error, "of no column": 1})
+    assert [(row["passed"], row["max_abs_error"]) for row in repository.kernel_results(lab)] == [
+        (True, 1e-7),
+        (False, None),
+    ]
+    assert [run.run_id for run in repository.list(kind="kernels")] == [lab]
+    assert [run.run_id for run in repository.list(kind="serve")] == [serving]
+    assert [run.run_id for run in repository.list()] == [lab, serving]
+    assert repository.models() == ["tiny"]
+    repository.record(lab, {"status": "finished"}, {})
+    repository.delete([lab])
+    assert repository.kernel_results(lab) == []
+    with pytest.raises(DatabaseError, match="was deleted while it ran"):
+        repository.add_kernel_result(lab, what)

@@ -13,6 +13,7 @@ from sqlalchemy import text
 
 import db.session
 from backend.errors import DatabaseError
+from db.migrations.schema import HEAD
 from db.repository import RunRepository
 from db.session import Database
 from tests.db.records import CONFIG, ROOT, WORKLOAD
@@ -117,7 +118,7 @@ def test_a_newer_schema_is_refused_and_left_alone(url: str, tmp_path: Path) -> N
     Database.open(url).close()
     with sqlite3.connect(tmp_path / "runs.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
-    assert_refused(url, str(tmp_path / "runs.db"), "newer ServeLab", "9999", "0001", "update ServeLab")
+    assert_refused(url, str(tmp_path / "runs.db"), "newer ServeLab", "9999", HEAD, "update ServeLab")
     with sqlite3.connect(tmp_path / "runs.db") as connection:
         assert connection.execute("SELECT version_num FROM alembic_version").fetchone() == ("9999",)
 

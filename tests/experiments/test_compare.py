@@ -21,6 +21,7 @@ class StoredRun:
     workload: dict[str, Any] = field(default_factory=lambda: Workload().to_dict())
     status: str = "finished"
     label: str | None = None
+    kind: str = "serve"
 
 
 def row(comparison: Comparison, metric: str) -> MetricRow:

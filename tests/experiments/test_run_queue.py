@@ -76,7 +76,7 @@ class Host:
             if self.state != "ready":
                 raise EngineError(f"no model is loaded (the engine is {self.state})")
             if self._sink is not None:
-                self._sink.on_chunk("steps", b"rest", 0, self._steps)
+                self._sink.on_chunk("steps", lambda: b"rest", 0, self._steps)
             self._sink, self._steps = sink, 0
 
     def memory(self) -> MemoryUse:
@@ -171,7 +171,7 @@ class Sink:
     def on_request_finished(self, stats: RequestStats) -> None:
         self._note("request", stats)
 
-    def on_chunk(self, kind: str, data: bytes, first_step: int, last_step: int) -> None:
+    def on_chunk(self, kind: str, encode: Callable[[], bytes], first_step: int, last_step: int) -> None:
         self._note("chunk", kind)
 
     def on_sample(self, sample: TelemetrySample) -> None:
