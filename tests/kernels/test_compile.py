@@ -80,7 +80,7 @@ for grows in (False, True):
     assert shared_bytes(record_tokens._record_tokens_kernel, sizes, without=without) <= CONSUMER_SHARED_BYTES
 assert shared_bytes(decode_positions._decode_positions_kernel, {"BLOCK_SIZE": 16, "BLOCK": 128}) <= CONSUMER_SHARED_BYTES
 
-for num_tokens, head_dim, window in ((8, 80, None), (512, 64, 1000), (512, 128, None), (512, 256, None)):
+for num_tokens, head_dim, window in ((8, 80, None), (512, 128, 1000), (512, 256, None)):
     tiles = paged_attention.tile_sizes(num_tokens, 8, 3, head_dim, 2)
     constants = {"GROUP": 3, "HEAD_DIM": head_dim, "BLOCK_SIZE": 24, "WINDOW": window, "PDL": window is None}
     constants |= {name.upper(): size for name, size in tiles._asdict().items()}
@@ -108,7 +108,7 @@ KERNELS = (
     norm_qkv_rotary_store._norm_qkv_rotary_store_kernel,
 )
 for kernel in KERNELS:
-    for tokens, flags, pdl in ((1, EVERYTHING, False), (8, NOTHING, True), (32, EVERYTHING, True)):
+    for tokens, flags, pdl in ((1, NOTHING, True), (32, EVERYTHING, True)):
         tiles = default_tiles(tokens, 4096, 4096)
         without = [name for flag, names in OPTIONAL.items() if not flags[flag] for name in names]
         constants = HEADS | flags | {"PDL": pdl} | {f"BLOCK_{axis}": tiles[i] for i, axis in enumerate("MNK")}

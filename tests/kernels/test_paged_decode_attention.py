@@ -71,10 +71,9 @@ def test_any_mix_of_lengths(
 
 @pytest.mark.parametrize("cut", CUTS[:3], ids=str)
 def test_lengths_that_end_on_and_off_the_bounds_of_shares(cut: Cut, device: torch.device) -> None:
-    """A request just below, at and above every number of shares that it may have."""
-    longest = cut.block_n * min(cut.num_splits, 9)
-    steps = range(cut.block_n, longest + 1, cut.block_n)
-    seq_lens = sorted({1, 15, 16, 17, 63, 64, 65, 130, *(bound + off for bound in steps for off in (-1, 0, 1))})
+    """A request just below, at and above one share and two, the least share, and as many shares as there are."""
+    bounds = {cut.block_n, 2 * cut.block_n, cut.min_keys, cut.num_splits * cut.block_n, cut.num_splits * cut.min_keys}
+    seq_lens = sorted({1, 130, *(bound + off for bound in bounds for off in (-1, 0, 1))})
     for window in (None, 50):
         inputs = make_inputs(torch.float32, device, seq_lens=seq_lens, window=window, **SMALL)
         assert_close(attend(inputs, cut), reference(**inputs))
