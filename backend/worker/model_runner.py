@@ -257,8 +257,10 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Let go of every tensor and give the card its memory back."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # a graph must not be destroyed while it runs
-        self._let_go()
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # a graph must not be destroyed while it runs
+        finally:
+            self._let_go()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

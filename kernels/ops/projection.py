@@ -32,7 +32,8 @@ def default_tiles(num_tokens: int, num_rows: int, num_columns: int) -> Tiles:
     if num_tokens == 1:
         return Tiles(1, 4, min(2048, max(16, triton.next_power_of_2(num_columns))), 4, 2)
     block_m = min(64, max(16, triton.next_power_of_2(num_tokens)))
-    return Tiles(block_m, 32, min(256, max(16, triton.next_power_of_2(num_columns))), 4, 3)
+    # Within the shared memory of a consumer card, in float32 too.
+    return Tiles(block_m, 32, min(128, max(16, triton.next_power_of_2(num_columns))), 4, 3 if block_m <= 32 else 2)
 
 
 def is_small(weight: Tensor) -> bool:

@@ -50,6 +50,7 @@ def test_everything_at_once(
 @pytest.mark.parametrize("tiles", TILES[:2], ids=str)
 def test_every_part_by_itself(tiles: Tiles, bias: bool, num_parts: int, device: torch.device) -> None:
     inputs = make_inputs(torch.float32, device, bias=bias, num_parts=num_parts)
+    inputs["eps"] = 2.5  # beside a mean square of about 9: not to be left out
     assert_right(norm_gated_linear(**inputs, tiles=tiles), inputs)
     assert_right(OP.reference(**inputs), inputs)
     assert_right(norm_gated_linear(**inputs), inputs)

@@ -96,6 +96,7 @@ def test_any_heads_and_block_sizes(
 @pytest.mark.parametrize("tiles", TILES[:2], ids=str)
 def test_every_part_by_itself(tiles: Tiles, bias: bool, num_parts: int, device: torch.device) -> None:
     inputs = make_inputs(torch.float32, device, bias=bias, num_parts=num_parts, num_columns=64)
+    inputs["eps"] = 2.5  # beside a mean square of about 9: not to be left out
     expected = naive(inputs)
     assert_right(OP.reference(**inputs), inputs, expected)
     for name in ("key_cache", "value_cache"):
