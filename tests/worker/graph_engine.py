@@ -100,7 +100,10 @@ def make_engine(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> Engin
     mixed.capture(pool, lambda: captured.append("mixed"))
     graphs.capture(pool, lambda: captured.append("decode"))
     assert captured == ["mixed"] * len(mixed) + ["decode"] * len(graphs)
-    return Engine(decoder, attention, batch_invariant, graphs, mixed, HostBuffers(DEVICE), *caches, *token_ids)
+    buffers = HostBuffers(DEVICE)
+    return Engine(
+        decoder, attention, batch_invariant, graphs, mixed, buffers, caches[0], caches[1], token_ids[0], token_ids[1]
+    )
 
 
 def same(engine: Engine, ours: Tensor, expected: Tensor) -> None:
