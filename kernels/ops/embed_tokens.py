@@ -11,7 +11,7 @@ from kernels.ops.checks import check_float_dtype, check_tensor
 from kernels.reference.deferred_norm import DeferredNorm
 
 
-# A step\'s arrays lie end to end in one buffer: where each begins is not to make another kernel of it.
+# A step's arrays lie end to end in one buffer: where each begins is not to make another kernel of it.
 @triton.jit(do_not_specialize_on_alignment=["token_ids_ptr", "rows_ptr"])
 def _embed_tokens_kernel(
     output_ptr,

@@ -160,7 +160,9 @@ def norm_linear(
     num_programs = triton.cdiv(num_rows, tiles.block_n)
     deferred = None
     if next_norm_weight is not None:
-        check_tensor("next_norm_weight", next_norm_weight, (num_rows,), out_dtype, x.device)
+        check_tensor("next_norm_weight", next_norm_weight, (num_rows,), x.dtype, x.device)
+        if out_dtype != x.dtype:
+            raise ValueError(f"out_dtype is {out_dtype} with a norm that follows; allowed is x.dtype, {x.dtype}")
         deferred = DeferredNorm(
             torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device),
             torch.empty((num_tokens, num_programs), dtype=torch.float32, device=x.device),

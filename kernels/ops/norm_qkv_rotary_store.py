@@ -12,7 +12,7 @@ from kernels.ops.pdl import supports_pdl
 from kernels.ops.projection import Tiles, begin_early, default_tiles, is_small, project_rows, split_halves
 
 
-# A step\'s arrays lie end to end in one buffer: where each begins is not to make another kernel of it.
+# A step's arrays lie end to end in one buffer: where each begins is not to make another kernel of it.
 @triton.jit(
     do_not_specialize=["num_tokens", "num_parts", "stride_square_sums_token"],
     do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"],

@@ -37,7 +37,10 @@ def default_tiles(num_tokens: int, num_rows: int, num_columns: int) -> Tiles:
 
 
 def is_small(weight: Tensor) -> bool:
-    return weight.nbytes <= SMALL_WEIGHT_BYTES
+    """Whether a weight is to be fetched ahead: small, and in rows that the copy engine takes, of 16 bytes and aligned."""
+    row_stride_bytes = weight.stride(0) * weight.element_size()
+    aligned = weight.data_ptr() % 16 == 0 and row_stride_bytes % 16 == 0
+    return weight.nbytes <= SMALL_WEIGHT_BYTES and aligned and weight.shape[1] * weight.element_size() >= 16
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from kernels.ops.checks import check_tensor
 BLOCK = 128
 
 
-# A step\'s arrays lie end to end in one buffer: where each begins is not to make another kernel of it.
+# A step's arrays lie end to end in one buffer: where each begins is not to make another kernel of it.
 @triton.jit(
     do_not_specialize=["num_sampled"],
     do_not_specialize_on_alignment=["token_ids_ptr", "finite_ptr", "rows_ptr", "seq_lens_ptr"],

@@ -14,7 +14,7 @@ MAX_HEAD_DIM = 256
 TILE = 1024
 
 
-# A step\'s arrays lie end to end in one buffer: where each begins is not to make another kernel of it.
+# A step's arrays lie end to end in one buffer: where each begins is not to make another kernel of it.
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"])
 def _rotary_and_store_kernel(
     query_ptr,

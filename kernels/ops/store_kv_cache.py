@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.ops.checks import check_float_dtype, check_tensor
 
 
-# A step\'s arrays lie end to end in one buffer: where each begins is not to make another kernel of it.
+# A step's arrays lie end to end in one buffer: where each begins is not to make another kernel of it.
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])
 def _store_kv_cache_kernel(
     key_ptr,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops.norm_linear import norm_linear
-from kernels.ops.projection import Tiles, default_tiles
+from kernels.ops.projection import Tiles, default_tiles, is_small
 from kernels.registry import REGISTRY
 from tests.kernels.linear_oracle import TILES, guarded, naive_project, widened
 from tests.kernels.oracle import KERNEL_DTYPES, GuardBands
@@ -209,3 +209,17 @@ def test_logits_past_two_to_the_31_elements(device: torch.device) -> None:
     y, _ = norm_linear(x, small["weight"], out_dtype=torch.float32)
     assert_right((y[-5:], None), small)
     assert not y[: num_tokens - 5].any()
+
+
+def test_a_norm_that_follows_needs_the_dtype_of_x() -> None:
+    inputs = make_inputs(torch.float16, torch.device("cpu"), bias=False) | {"out_dtype": torch.float32}
+    with pytest.raises(ValueError, match=r"out_dtype is torch.float32 with a norm that follows"):
+        norm_linear(**inputs)
+
+
+def test_only_rows_that_the_copy_engine_takes_are_fetched_ahead() -> None:
+    assert is_small(torch.empty(64, 64, dtype=torch.bfloat16))
+    assert not is_small(torch.empty(8192, 4096, dtype=torch.bfloat16)), "too large"
+    assert not is_small(torch.empty(64, 123, dtype=torch.bfloat16)), "rows that do not begin at 16 bytes"
+    assert not is_small(torch.empty(64, 72, dtype=torch.bfloat16)[:, 1:65]), "nor does the first"
+    assert not is_small(torch.empty(64, 8, dtype=torch.bfloat16)[:, :4]), "shorter than one copy"
