@@ -1,73 +1,226 @@
-"""The benchmark's arithmetic against closed forms, and one run of it on a tiny model."""
+"""The engine's benchmark on the CPU: its arithmetic against closed forms, one run of a tiny model, and the README's table."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from backend.config import EngineConfig
 from backend.models.dummy import DUMMY_SHAPES
-from benchmarks.engine import Figure, Timing, figures, linear_parameters, main
-from kernels.limits import Limits
+from benchmarks import engine, idle, table
+from benchmarks.figures import Figure, attempt
+from benchmarks.limits import decode_bytes, linear_parameters, prefill_flops
+from benchmarks.long_context import torch_attention
+from benchmarks.model_figures import IDLE_OUTPUT_LEN, decode_rate, mix_rate, prefill_rate
+from benchmarks.passes import BenchmarkEngine, random_requests
+from benchmarks.peers import card_kind, mix_lengths, peer_figure
+from benchmarks.start import first_token_time
+from db.repository import RunRepository
+from db.session import Database
+from kernels.reference.paged_attention import paged_attention
+from kernels.specs.paged_attention import make_inputs
 
-LIMITS = Limits("card", "bfloat16", 0, read_bytes_per_s=3e12, matmul_flops_per_s=7e14)
-LLAMA = DUMMY_SHAPES["llama-3.1-8b"]
+SIZES = "--decode-batches 1,2 --input-len 16 --output-len 8 --prefill 2x32,1x2048 --mix-requests 4 --mix-max-len 24"
 
 
-@pytest.mark.parametrize("shape", ["llama-3.1-8b", "smollm2-135m", "tiny"])
-def test_linear_weights_are_all_but_the_embedding_and_the_norms(shape: str) -> None:
-    config = DUMMY_SHAPES[shape]
-    norms = (2 * config.num_layers + 1) * config.hidden_size
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    assert linear_parameters(asdict(config)) == config.count_parameters() - norms - embedding
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("benchmark") / "result.json"
+    engine.main(
+        ["--model", "dummy:tiny", "--repeats", "2", *SIZES.split(), "--set", "model.device=cpu", "-o", str(path)]
+    )
+    return json.loads(path.read_text())
+
+
+def test_a_run_measures_every_kind_that_a_cpu_can(result: dict[str, Any]) -> None:
+    figures = {figure["name"]: figure for figure in result["figures"]}
+    assert list(figures) == ["decode 1", "decode 2", "prefill 2x32", "prefill 1x2048", "mix 4"]
+    for name in ("decode 1", "decode 2", "prefill 2x32", "mix 4"):
+        figure = figures[name]
+        assert 0 < figure["min"] <= figure["median"] <= figure["max"]
+        assert len(figure["samples"]) == (1 if name == "mix 4" else 2)
+        assert len(figure["not_recorded"]["samples"]) == 1
+        assert figure["peer"] is None, "a peer's figure of another machine"
+    assert figures["decode 2"]["details"]["step_us"] == pytest.approx(2e6 / figures["decode 2"]["median"])
+    assert result["models"]["dummy:tiny"]["resolved_config"]["model"]["device"] == "cpu"
+
+
+def test_a_figure_that_fails_says_why_and_the_rest_goes_on(result: dict[str, Any]) -> None:
+    failed = next(figure for figure in result["figures"] if figure["name"] == "prefill 1x2048")
+    assert failed["median"] is None
+    assert "2,048 tokens" in failed["error"]
+    assert "2,048 tokens" in table.text_table(result)
+
+
+def test_only_recorded_passes_reach_the_database_and_all_of_their_steps_do(tmp_path: Path) -> None:
+    database = Database.open(f"sqlite:///{tmp_path / 'benchmark.db'}")
+    benchmark = BenchmarkEngine(
+        EngineConfig().with_overrides({"model.name": "dummy:tiny", "model.device": "cpu"}), database
+    )
+    requests = random_requests([(16, 5)] * 2, 512)
+    benchmark.finish(requests, recorded=True)
+    benchmark.finish(requests, recorded=False)
+    benchmark.close()
+    repository = RunRepository(database)
+    assert sum(step["num_output_tokens"] for step in repository.steps(1)) == 2 * 5
+    assert repository.steps(2) == []
+    database.close()
+
+
+def test_a_pass_without_an_end_is_cut_off(tmp_path: Path) -> None:
+    database = Database.open(f"sqlite:///{tmp_path / 'benchmark.db'}")
+    benchmark = BenchmarkEngine(
+        EngineConfig().with_overrides({"model.name": "dummy:tiny", "model.device": "cpu"}), database
+    )
+    cancel, in_flight = threading.Event(), {}
+    timer = threading.Timer(0.3, cancel.set)
+    timer.start()
+    requests = random_requests([(16, IDLE_OUTPUT_LEN)] * 2, 512)
+    ended = benchmark.run(requests, recorded=True, cancel=cancel, in_flight=in_flight)
+    benchmark.close()
+    database.close()
+    assert ended.status == "cancelled"
+    assert all(0 < request.num_output_tokens < 1024 for request in ended.requests)
+    assert not in_flight
 
 
 def test_rates() -> None:
-    timing = Timing(sent=10.0, firsts=[10.5, 11.0], lasts=[12.0, 13.0])
-    assert Figure("d", [(128, 5), (128, 5)], "decode").rate(timing) == 2 * 4 / 2.0
-    assert Figure("p", [(300, 1), (700, 1)], "prefill").rate(timing) == 1000 / 1.0
-    assert Figure("m", [(1, 20), (1, 40)], "mix").rate(timing) == 60 / 3.0
+    def request(times: tuple[float, ...], num_prompt_tokens: int = 300) -> Any:
+        return SimpleNamespace(
+            arrival_time=10.0, emission_times=times, num_output_tokens=len(times), num_prompt_tokens=num_prompt_tokens
+        )
+
+    assert decode_rate([request((10.5, 11.0, 12.0)), request((11.0, 12.5, 13.0))]) == 2 * 2 / (13.0 - 11.0)
+    assert prefill_rate([request((10.5,)), request((11.0,), 700)]) == 1000 / 1.0
+    assert mix_rate([request((10.5, 11.0)), request((11.0, 12.0, 14.0))]) == 5 / 4.0
 
 
-def test_what_the_card_could_do() -> None:
-    """One request of the 8B: 15.0 GB of weights, and 256 tokens of context at 131,072 bytes."""
-    model = asdict(LLAMA)
-    step_bytes = 2 * linear_parameters(model) + (128 + 256 / 2) * 131072
-    assert linear_parameters(model) * 2 == pytest.approx(15.0e9, rel=0.01)
-    decode = Figure("decode 1", [(128, 256)], "decode").possible(model, LIMITS, 2)
-    assert decode == pytest.approx(3e12 / step_bytes)
-    prefill = Figure("prefill 1x2048", [(2048, 1)], "prefill").possible(model, LIMITS, 2)
-    layers = LLAMA.num_layers * (4096 * 128 * (32 + 32 + 16) + 3 * 4096 * 14336)
-    causal = 4 * (2048 / 2) * 4096 * 32
-    assert prefill == pytest.approx(7e14 / (2 * layers + causal))
-    assert Figure("mix", [(1, 2)], "mix").possible(model, LIMITS, 2) is None
+@pytest.mark.parametrize("shape", ["llama-3.1-8b", "smollm2-135m", "tiny"])
+def test_a_step_moves_all_weights_but_the_embedding_and_the_norms(shape: str) -> None:
+    config = DUMMY_SHAPES[shape]
+    norms = (2 * config.num_layers + 1) * config.hidden_size
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    weights = config.count_parameters() - norms - embedding
+    assert decode_bytes(asdict(config), 2, 1000, 3, 50.5) == 2 * weights + 3 * 50.5 * 1000
 
 
-def test_the_mix_is_as_large_as_the_peers() -> None:
-    (mix,) = figures({"mix"}, (), 1, 256)
-    ins, outs = (sum(lengths) for lengths in zip(*mix.lengths, strict=True))
-    assert len(mix.lengths) == 256
-    assert ins == pytest.approx(140_857, rel=2e-4)
-    assert outs == pytest.approx(141_116, rel=2e-4)
+def test_prefill_flops_count_each_product_and_each_visible_pair() -> None:
+    model = asdict(DUMMY_SHAPES["tiny"])
+    pairs = sum(position + 1 for position in range(5))
+    attention = model["num_layers"] * model["num_heads"] * pairs * 2 * (2 * model["head_dim"])
+    assert prefill_flops(model, 3, 5) == 3 * (2 * linear_parameters(model) * 5 + attention)
 
 
-def test_a_run_of_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "result.json"
-    arguments = "--model dummy:tiny --only decode,mix --decode-batches 1,2 --output-len 6 --mix-requests 2 --repeats 1"
-    main([*arguments.split(), "--set", "model.device=cpu", "-o", str(path)])
-    result = json.loads(path.read_text())
-    rows = result["models"][0]["figures"]
-    assert [row["name"] for row in rows] == ["decode 1", "decode 2", "mix 2"]
-    for row in rows:
-        assert 0 < row["min"] <= row["tok_per_s"] <= row["max"]
-        assert row["peer_tok_per_s"] is None, "a peer's figure of another machine"
-    assert result["limits"]["read_tb_per_s"] > 0
-    assert "decode 2" in capsys.readouterr().out
+def test_the_mix_is_the_peers() -> None:
+    prompts, outputs = zip(*mix_lengths(256), strict=True)
+    assert (sum(prompts), sum(outputs)) == (140_857, 141_116)
+    assert {*prompts, *outputs} <= set(range(100, 1025))
+
+
+def test_a_peers_figure_is_of_the_same_card() -> None:
+    assert card_kind("NVIDIA H100 80GB HBM3") == "H100"
+    assert card_kind("NVIDIA GH200 480GB") is None
+    assert peer_figure("NVIDIA H200", "dummy:smollm2-135m", "decode 8") == 4891
+    assert peer_figure("NVIDIA A100", "dummy:smollm2-135m", "decode 8") is None
+
+
+def test_a_ratio_above_one_is_better_for_rates_and_for_times() -> None:
+    assert Figure.of("m", "rate", "tok/s", [90.0, 120.0, 300.0], peer=100.0).ratio == 1.2
+    assert Figure.of("m", "time", "s", [20.0], peer=60.0).ratio == 3.0
+
+
+def test_an_attempt_keeps_the_reason() -> None:
+    def fails() -> Figure:
+        raise MemoryError("no room")
+
+    assert attempt("m", "decode 1", "tok/s", fails).error == "MemoryError: no room"
+
+
+def test_idle_share_is_what_no_interval_covers() -> None:
+    spans = [(30, 50), (0, 10), (5, 20), (45, 47), (60, 100)]  # nothing runs in 20..30 and 50..60
+    assert idle.idle_share(np.array(spans, dtype=np.int64)) == 20 / 100
+    with pytest.raises(ValueError, match="nothing ran"):
+        idle.idle_share(np.empty((0, 2), dtype=np.int64))
+
+
+@pytest.mark.parametrize(("query_len", "seq_len"), [(1, 40), (33, 33)])
+def test_torchs_attention_reads_the_pool_as_if_in_order(query_len: int, seq_len: int) -> None:
+    sizes: dict[str, Any] = {"query_lens": [query_len], "seq_lens": [seq_len], "num_heads": 4, "num_kv_heads": 2}
+    inputs = make_inputs(torch.float32, torch.device("cpu"), **sizes)
+    blocks = inputs["block_table"].shape[1]
+    inputs["block_table"] = torch.arange(1, blocks + 1, dtype=torch.int32)[None]
+    expected = paged_attention(**inputs)
+    torch.testing.assert_close(torch_attention(inputs)()[0].transpose(0, 1), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_first_token_is_timed_by_the_clock_of_all_processes() -> None:
+    config = EngineConfig().with_overrides({"model.name": "dummy:tiny", "model.device": "cpu"})
+    before = time.perf_counter()
+    assert before < first_token_time(config, prompt_len=8) < time.perf_counter()
+
+
+def test_a_stored_result_becomes_a_table() -> None:
+    figures = [
+        Figure.of(
+            "dummy:x",
+            "decode 8",
+            "tok/s",
+            [1200.0, 1500.0, 1600.0],
+            not_recorded=[1550.0],
+            peer=1000.0,
+            peer_name="vLLM",
+            share=0.9,
+            limit="copy",
+            details={"step_us": 5333.3},
+        ),
+        Figure.of("dummy:x", "idle 8", "share", [0.034]),
+        Figure("dummy:x", "mix 256", "tok/s", error="EngineError: out of memory"),
+    ]
+    stored = {
+        "card": "Card",
+        "driver": "570.1",
+        "date": "2026-12-01",
+        "commit": "0123456789",
+        "limits": {"copy_bytes_per_s": 2.9e12, "matmul_flops_per_s": 7.01e14},
+        "environment": {"versions": {"torch": "2.11", "triton": "3.6"}},
+        "figures": [asdict(figure) for figure in figures],
+    }
+    assert table.markdown([stored]).splitlines() == [
+        "**Card, driver 570.1, torch 2.11, triton 3.6, 2026-12-01, commit 0123456, copies 2.90 TB/s, multiplies 701 TFLOP/s**",
+        "",
+        "| dummy:x: figure | median | min..max | of the peer | of the limit | not recorded | step |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+        "| decode 8 | 1,500 tok/s | 1,200..1,600 | 1.50 × vLLM | 90% copy | 1,550 tok/s | 5,333 us |",
+        "| idle 8 | 3.4% | – | – | – | – | – |",
+        "| mix 256 | – | – | – | – | – | – |",
+    ]
+
+
+def test_the_readme_shows_the_stored_results() -> None:
+    text = table.README.read_text(encoding="utf-8")
+    assert table.replace_between_markers(text, table.markdown(table.load_results())) == text, (
+        "run python -m benchmarks.table"
+    )
+
+
+def test_the_table_needs_its_place() -> None:
+    with pytest.raises(ValueError, match="needs one"):
+        table.replace_between_markers(f"{table.END} {table.BEGIN}", "table")
+    assert (
+        table.replace_between_markers(f"a{table.BEGIN}old{table.END}z", "new") == f"a{table.BEGIN}\nnew\n{table.END}z"
+    )
 
 
 def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--only", "prefil"])
-    assert "unknown kind prefil; known are decode, prefill, mix" in capsys.readouterr().err
+        engine.main(["--only", "prefil"])
+    assert "unknown: prefil" in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""Attention at long context on the heads of an 8-billion-parameter model: ours over the paged cache against torch's.
+
+Each is timed over blocks as an engine scatters them and over blocks in order; torch's flash attention reads the same keys
+and values where they lie in order, without a block table.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.figures import Figure
+from benchmarks.limits import CardLimits, call_seconds
+from kernels.kernel_op import Inputs
+from kernels.specs import paged_attention, paged_decode_attention
+
+SHAPE = "attention 32/8 x 128"
+HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+DECODE_LENGTHS = (32 * 1024, 128 * 1024)
+PREFILL_LENGTHS = (2048, 8192, 32 * 1024)
+PEER = "torch SDPA flash"
+GRAPH_S = 5e-3  # what a graph of calls should take at least
+MAX_CALLS_PER_GRAPH = 20
+
+
+def attention_figures(device: torch.device, limits: CardLimits) -> Iterator[Figure]:
+    """Times in us, a figure for each shape and order of blocks. One that fails says why."""
+    for query_len_of, lengths in ((lambda length: 1, DECODE_LENGTHS), (lambda length: length, PREFILL_LENGTHS)):
+        for length in lengths:
+            yield from _figures(device, limits, query_len_of(length), length)
+
+
+def _figures(device: torch.device, limits: CardLimits, query_len: int, length: int) -> Iterator[Figure]:
+    name = f"decode 1x{length}" if query_len == 1 else f"prefill {length}"
+    try:
+        inputs = paged_attention.make_inputs(torch.bfloat16, device, query_lens=[query_len], seq_lens=[length], **HEADS)
+        op = paged_attention.OP
+        if query_len == 1:
+            op = paged_decode_attention.OP
+            del inputs["query_start_loc"]
+        contiguous = inputs | {"block_table": _blocks_in_order(inputs["block_table"])}
+        peer_us = statistics.median(_microseconds(torch_attention(inputs), device))
+        share, limit = (op.bytes_moved(inputs) / limits.copy_bytes_per_s, "copy")
+        if query_len > 1:
+            share, limit = (op.flops(inputs) / limits.matmul_flops_per_s, "matmul")
+    except Exception as error:
+        yield Figure(SHAPE, name, "us", error=f"{type(error).__name__}: {error}")
+        return
+    for blocks, chosen in (("scattered", inputs), ("in order", contiguous)):
+        try:
+            samples = _microseconds(lambda chosen=chosen: op.launch(**chosen), device)
+        except Exception as error:
+            yield Figure(SHAPE, f"{name}, {blocks}", "us", error=f"{type(error).__name__}: {error}")
+            continue
+        yield Figure.of(
+            SHAPE,
+            f"{name}, {blocks}",
+            "us",
+            samples,
+            peer=peer_us,
+            peer_name=PEER,
+            share=share / (statistics.median(samples) / 1e6),
+            limit=limit,
+        )
+
+
+def torch_attention(inputs: Inputs) -> Callable[[], Tensor]:
+    """torch's flash attention on the same sizes: its output is [1, num_heads, query_len, head_dim].
+
+    The pool's blocks, the null block left out, are the one request's keys and values as if they lay in order.
+    """
+    query: Tensor = inputs["query"].transpose(0, 1)[None]
+    length = int(inputs["seq_lens"])
+    key, value = (
+        inputs[name][1:].flatten(0, 1)[:length].transpose(0, 1)[None] for name in ("key_cache", "value_cache")
+    )
+    causal = query.shape[2] > 1  # a single row is the last position and sees all
+
+    def call() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION if query.is_cuda else SDPBackend.MATH):
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=causal, scale=inputs["scale"], enable_gqa=True
+            )
+
+    return call
+
+
+def _blocks_in_order(block_table: Tensor) -> Tensor:
+    return torch.arange(1, block_table.shape[1] + 1, dtype=block_table.dtype, device=block_table.device)[None]
+
+
+def _microseconds(call: Callable[[], Any], device: torch.device) -> list[float]:
+    once = statistics.median(call_seconds(call, device))
+    num_calls = max(1, min(MAX_CALLS_PER_GRAPH, round(GRAPH_S / once)))
+    return [seconds * 1e6 for seconds in call_seconds(call, device, num_calls)]
