@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MAX_HEAD_DIM = 256  # of attention
+MAX_GROUP = 128  # query heads that share a KV head
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,6 +35,42 @@ def check_tensor(
         raise ValueError(f"{name} is on {tensor.device}; expected {device}")
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; expected 1")
+
+
+def check_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, window: int | None) -> int:
+    """What every attention over the paged cache asks of its tensors; the query heads that share a KV head.
+
+    Raises ValueError as `check_tensor`, and where num_kv_heads does not divide num_heads, a group or a head_dim is above
+    what the kernels hold, or the window is below 1.
+    """
+    check_float_dtype("query", query)
+    check_tensor("query", query, (None, None, None), query.dtype, query.device)
+    _, num_heads, head_dim = query.shape
+    check_tensor("key_cache", key_cache, (None, None, None, head_dim), query.dtype, query.device)
+    check_tensor("value_cache", value_cache, tuple(key_cache.shape), query.dtype, query.device)
+    num_kv_heads = key_cache.shape[2]
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"query has {num_heads} heads, which is no multiple of key_cache's {num_kv_heads}")
+    group = num_heads // num_kv_heads
+    if group > MAX_GROUP:
+        raise ValueError(f"{group} query heads share a KV head; at most {MAX_GROUP} are allowed")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"query has a head_dim of {head_dim}; allowed are 1 to {MAX_HEAD_DIM}")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; allowed are 1 and more, or None")
+    return group
+
+
+def check_product(x: Tensor, weight: Tensor, square_sums: Tensor | None, bias: Tensor | None) -> None:
+    """What every product with a deferred norm asks of its tensors. Raises ValueError as `check_tensor`."""
+    check_float_dtype("x", x)
+    check_tensor("x", x, (None, None), x.dtype, x.device)
+    num_tokens, num_columns = x.shape
+    check_tensor("weight", weight, (None, num_columns), x.dtype, x.device)
+    if square_sums is not None:
+        check_tensor("square_sums", square_sums, (num_tokens, None), torch.float32, x.device)
+    if bias is not None:
+        check_tensor("bias", bias, (weight.shape[0],), x.dtype, x.device)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

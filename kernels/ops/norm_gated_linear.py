@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops.checks import check_float_dtype, check_tensor
+from kernels.ops.checks import check_product
 from kernels.ops.pdl import supports_pdl
 from kernels.ops.projection import Tiles, begin_early, default_tiles, is_small, project_rows, split_halves
 
@@ -108,17 +108,11 @@ def norm_gated_linear(
     Raises:
         ValueError: a shape, dtype, device or stride is not as above.
     """
-    check_float_dtype("x", x)
-    check_tensor("x", x, (None, None), x.dtype, x.device)
+    check_product(x, weight, square_sums, bias)
     num_tokens, num_columns = x.shape
-    check_tensor("weight", weight, (None, num_columns), x.dtype, x.device)
     num_rows = weight.shape[0]
     if num_rows % 2:
         raise ValueError(f"weight has {num_rows} rows; gate and up together have an even number")
-    if square_sums is not None:
-        check_tensor("square_sums", square_sums, (num_tokens, None), torch.float32, x.device)
-    if bias is not None:
-        check_tensor("bias", bias, (num_rows,), x.dtype, x.device)
 
     output = torch.empty((num_tokens, num_rows // 2), dtype=x.dtype, device=x.device)
     if output.numel() == 0:

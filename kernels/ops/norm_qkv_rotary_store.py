@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops.checks import check_float_dtype, check_tensor
+from kernels.ops.checks import check_product, check_tensor
 from kernels.ops.pdl import supports_pdl
 from kernels.ops.projection import Tiles, begin_early, default_tiles, is_small, project_rows, split_halves
 
@@ -171,10 +171,8 @@ def norm_qkv_rotary_store(
         ValueError: a shape, dtype, device or stride is not as above, head_dim is odd, or the weight's rows are not a
             number of heads that leaves any for the queries. Values on the device are not read.
     """
-    check_float_dtype("x", x)
-    check_tensor("x", x, (None, None), x.dtype, x.device)
+    check_product(x, weight, square_sums, bias)
     num_tokens, num_columns = x.shape
-    check_tensor("weight", weight, (None, num_columns), x.dtype, x.device)
     check_tensor("key_cache", key_cache, (None, None, None, None), x.dtype, x.device)
     check_tensor("value_cache", value_cache, tuple(key_cache.shape), x.dtype, x.device)
     _, block_size, num_kv_heads, head_dim = key_cache.shape
@@ -187,10 +185,6 @@ def norm_qkv_rotary_store(
     check_tensor("positions", positions, (num_tokens,), torch.int64, x.device)
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, x.device)
     check_tensor("cos_sin_cache", cos_sin_cache, (None, head_dim), torch.float32, x.device)
-    if square_sums is not None:
-        check_tensor("square_sums", square_sums, (num_tokens, None), torch.float32, x.device)
-    if bias is not None:
-        check_tensor("bias", bias, (weight.shape[0],), x.dtype, x.device)
 
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=x.dtype, device=x.device)
     if num_tokens == 0:

@@ -9,11 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops.checks import check_float_dtype, check_tensor
+from kernels.ops.checks import check_attention, check_tensor
 from kernels.ops.pdl import supports_pdl
-
-MAX_HEAD_DIM = 256
-MAX_GROUP = 128
 
 
 class TileSizes(NamedTuple):
@@ -306,26 +303,13 @@ def paged_attention(
         ValueError: a shape, dtype, device or stride is not as above, num_kv_heads does not divide num_heads, a group
             has more than 128 heads, head_dim is above 256, or window is below 1. Values on the device are not read.
     """
-    check_float_dtype("query", query)
-    check_tensor("query", query, (None, None, None), query.dtype, query.device)
-    num_tokens, num_heads, head_dim = query.shape
-    check_tensor("key_cache", key_cache, (None, None, None, head_dim), query.dtype, query.device)
-    check_tensor("value_cache", value_cache, tuple(key_cache.shape), query.dtype, query.device)
+    group = check_attention(query, key_cache, value_cache, window)
+    num_tokens, _, head_dim = query.shape
     check_tensor("block_table", block_table, (None, None), torch.int32, query.device)
     num_reqs = block_table.shape[0]
     check_tensor("query_start_loc", query_start_loc, (num_reqs + 1,), torch.int32, query.device)
     check_tensor("seq_lens", seq_lens, (num_reqs,), torch.int32, query.device)
     _, block_size, num_kv_heads, _ = key_cache.shape
-    if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"query has {num_heads} heads, which is no multiple of key_cache's {num_kv_heads}")
-    group = num_heads // num_kv_heads
-    if group > MAX_GROUP:
-        raise ValueError(f"{group} query heads share a KV head; at most {MAX_GROUP} are allowed")
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"query has a head_dim of {head_dim}; allowed are 1 to {MAX_HEAD_DIM}")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; allowed are 1 and more, or None")
-
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     check_tensor("output", output, tuple(query.shape), query.dtype, query.device)

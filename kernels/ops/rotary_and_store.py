@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops.checks import check_float_dtype, check_tensor
+from kernels.ops.checks import MAX_HEAD_DIM, check_float_dtype, check_tensor
 
-MAX_HEAD_DIM = 256
 # Elements of a program's tile, in each half of its heads: with four warps, a 16-byte load per thread and half.
 TILE = 1024
 
