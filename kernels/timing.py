@@ -137,6 +137,7 @@ def _cuda_graph_seconds(call: Call, rotation: Rotation, device: torch.device) ->
     # A rotation that has to be swept is cold for one walk only.
     walks = 1 if rotation.needs_sweep else -(-MIN_CALLS_PER_GRAPH // len(copies))
     stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # which may still be filling the inputs
     with torch.cuda.stream(stream):
         for _ in range(NUM_WARM_UP_CALLS):
             call(**copies[0])

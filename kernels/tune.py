@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
 
@@ -63,18 +69,26 @@ CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
         (32, 256, 4, 5),
         (64, 64, 4, 8),
         (64, 128, 4, 6),
+        (64, 128, 4, 5),
+        (64, 128, 4, 8),
+        (64, 256, 4, 4),
         (64, 256, 8, 4),
         (128, 64, 4, 5),
+        (128, 128, 4, 4),
+        (128, 128, 8, 4),
     ),
     32: (
         (16, 256, 4, 4),
         (32, 128, 4, 4),
         (32, 256, 4, 4),
         (64, 64, 4, 6),
+        (64, 64, 4, 8),
         (64, 128, 4, 4),
+        (64, 128, 4, 5),
         (64, 128, 8, 4),
         (128, 64, 4, 5),
         (128, 64, 8, 5),
+        (128, 128, 8, 4),
     ),
     64: (
         (32, 128, 4, 4),
@@ -84,6 +98,20 @@ CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
         (64, 128, 8, 4),
         (128, 64, 4, 5),
         (128, 64, 8, 5),
+        (128, 128, 8, 3),
+        (128, 128, 8, 4),
+    ),
+    128: (
+        (64, 64, 4, 5),
+        (128, 64, 8, 4),
+        (128, 64, 8, 6),
+        (128, 128, 8, 3),
+    ),
+    256: (
+        (64, 64, 4, 4),
+        (64, 64, 8, 5),
+        (128, 64, 8, 3),
+        (128, 64, 8, 4),
     ),
 }
 Timer = Callable[[Callable[..., Any], Inputs], float]
@@ -113,7 +141,8 @@ class Choice:
 
 def candidates(num_tokens: int) -> list[Tiles]:
     """Tiles worth trying: as many tokens as fit one program, or half of that twice."""
-    sizes = (1, 16) if num_tokens == 1 else (16,) if num_tokens <= 16 else (16, 32) if num_tokens <= 32 else (32, 64)
+    largest = next((size for size in CANDIDATES if size >= num_tokens), max(CANDIDATES))
+    sizes = (1, 16) if num_tokens == 1 else (16,) if largest == 16 else (largest // 2, largest)
     return [Tiles(block_m, *rest) for block_m in sizes for rest in CANDIDATES[block_m]]
 
 
@@ -132,8 +161,23 @@ def choose(shape: Shape, num_tokens: int, inputs: Inputs, timer: Timer) -> Choic
     return Choice(shape, num_tokens, tiles, best, library_seconds)
 
 
-def tune(shapes: Sequence[Shape], device: torch.device, report: Callable[[Choice], None]) -> list[Choice]:
-    """Find the best tiles of each shape for every bucket of tokens, in bfloat16."""
+def compile_ahead(shapes: Sequence[Shape], token_counts: Sequence[int], device: torch.device) -> None:
+    """Fill the compiler's cache on disk by processes side by side: one alone would spend most of its time compiling."""
+    tiles = dict.fromkeys(chain.from_iterable(map(candidates, token_counts)))
+    jobs = [(shape, candidate, device) for shape in shapes for candidate in tiles]
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile, *zip(*jobs, strict=True), chunksize=4))
+
+
+def _compile(shape: Shape, tiles: Tiles, device: torch.device) -> None:
+    with suppress(Exception):  # one that does not run is named when it is timed
+        _fused_call(shape, tiles)(**_cached_inputs(shape, tiles.block_m, device))
+
+
+def tune(
+    shapes: Sequence[Shape], token_counts: Sequence[int], device: torch.device, report: Callable[[Choice], None]
+) -> list[Choice]:
+    """Find the best tiles of each shape for each number of tokens, in bfloat16."""
 
     def timer(call: Callable[..., Any], inputs: Inputs) -> float:
         bytes_moved = inputs["weight"].nbytes
@@ -141,7 +185,7 @@ def tune(shapes: Sequence[Shape], device: torch.device, report: Callable[[Choice
 
     choices = []
     for shape in shapes:
-        for num_tokens in TOKEN_BUCKETS:
+        for num_tokens in token_counts:
             choice = choose(shape, num_tokens, _inputs(shape, num_tokens, device), timer)
             report(choice)
             choices.append(choice)
@@ -163,6 +207,11 @@ def _inputs(shape: Shape, num_tokens: int, device: torch.device) -> Inputs:
         num_heads = shape.num_rows // head_dim - 2 * num_kv_heads
         sizes |= {"head_dim": head_dim, "num_kv_heads": num_kv_heads, "num_heads": num_heads, "num_blocks": 32}
     return REGISTRY[shape.op].make_inputs(torch.bfloat16, device, **sizes)
+
+
+@lru_cache(maxsize=1)
+def _cached_inputs(shape: Shape, num_tokens: int, device: torch.device) -> Inputs:
+    return _inputs(shape, num_tokens, device)
 
 
 def _is_head(shape: Shape) -> bool:
@@ -201,20 +250,37 @@ def _shape(text: str) -> Shape:
     return Shape(op, int(rows), int(columns))  # type: ignore[arg-type]
 
 
+def merge(path: Path, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    """The rows of the table at `path`, if there is one, with `choices` in place of those they replace."""
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["op"], row["num_rows"], row["num_columns"], row["num_tokens"]
+
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return list(
+        ({key(row): row for row in rows} | {key(row): row for row in (it.to_json() for it in choices)}).values()
+    )
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels.tune", description="Measure tiles on this card.")
     parser.add_argument("--shape", action="append", type=_shape, metavar="OP:ROWS:COLUMNS", help="repeatable")
-    parser.add_argument("-o", "--output", type=Path, help="default: kernels/tuned/<card>.json")
+    parser.add_argument("--tokens", action="append", type=int, choices=TOKEN_BUCKETS, help="repeatable; default: all")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="default: kernels/tuned/<card>.json; other rows of it are kept"
+    )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; tiles are measured on the card they are for")
     device = torch.device("cuda")
     card = torch.cuda.get_device_name(device)
+    shapes, token_counts = options.shape or DEFAULT_SHAPES, options.tokens or TOKEN_BUCKETS
     print(f"tuning on {card}", file=sys.stderr)
-    choices = tune(options.shape or DEFAULT_SHAPES, device, lambda choice: print(choice.to_json(), file=sys.stderr))
-    rows = ",\n".join(f"  {json.dumps(choice.to_json())}" for choice in choices)
+    compile_ahead(shapes, token_counts, device)
+    choices = tune(shapes, token_counts, device, lambda choice: print(choice.to_json(), file=sys.stderr, flush=True))
     # The word of the card's name by which `load_table` finds it: "h100" of "NVIDIA H100 80GB HBM3".
     path = options.output or TUNED / f"{card.lower().removeprefix('nvidia ').split()[0]}.json"
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in merge(path, choices))
     path.write_text(
         f'{{"card": {json.dumps(card)}, "torch": "{torch.__version__}",\n "rows": [\n{rows}\n]}}\n', encoding="utf-8"
     )

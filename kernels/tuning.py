@@ -7,6 +7,7 @@ its generation that exists; a shape without a row takes `default_choice`.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,8 +18,8 @@ import torch
 from kernels.ops.projection import Tiles, default_tiles
 
 TUNED = Path(__file__).parent / "tuned"
-# Sizes that are measured: a product of other size takes the row of the next larger one.
-TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
+# Sizes that are measured: those of the decode graphs, but for the smallest.
+TOKEN_BUCKETS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 LinearOp = Literal["norm_linear", "norm_gated_linear", "norm_qkv_rotary_store"]
 
 
@@ -34,8 +35,10 @@ class Shape:
 class TileTable:
     """`choose` gives the tiles for a layer and a number of tokens, or None where the library's product is faster."""
 
-    def __init__(self, rows: dict[tuple[Shape, int], Tiles | None]) -> None:
-        self._rows = rows
+    def __init__(self, rows: Mapping[tuple[Shape, int], Tiles | None]) -> None:
+        self._rows: dict[Shape, dict[int, Tiles | None]] = {}
+        for shape, num_tokens in sorted(rows, key=lambda key: key[1]):
+            self._rows.setdefault(shape, {})[num_tokens] = rows[shape, num_tokens]
 
     @classmethod
     def from_json(cls, text: str) -> TileTable:
@@ -46,11 +49,11 @@ class TileTable:
         return cls(rows)
 
     def choose(self, shape: Shape, num_tokens: int) -> Tiles | None:
-        for bucket in TOKEN_BUCKETS:
-            if num_tokens <= bucket:
-                key = (shape, bucket)
-                return self._rows[key] if key in self._rows else default_choice(shape, bucket)
-        return None
+        """The row of the next larger number of tokens, of a shape that was measured at all."""
+        measured = self._rows.get(shape)
+        if measured is None:
+            return default_choice(shape, num_tokens)
+        return next((tiles for measured_at, tiles in measured.items() if measured_at >= num_tokens), None)
 
 
 def default_choice(shape: Shape, num_tokens: int) -> Tiles | None:
@@ -59,9 +62,12 @@ def default_choice(shape: Shape, num_tokens: int) -> Tiles | None:
 
 
 @lru_cache
-def load_table(device: torch.device) -> TileTable:
-    """The table measured on this card, or else on another of its generation, or else an empty one."""
-    if device.type != "cuda":
+def load_table(device: torch.device, dtype: torch.dtype) -> TileTable:
+    """The table measured on this card, or else on another of its generation, or else an empty one.
+
+    Tiles are measured on weights of two bytes; of four, they would not fit a multiprocessor's shared memory.
+    """
+    if device.type != "cuda" or dtype.itemsize != 2:
         return TileTable({})
     name = torch.cuda.get_device_name(device).lower()
     tables = {path.stem: path for path in sorted(TUNED.glob("*.json"))}

@@ -54,7 +54,7 @@ class TritonDecoder:
         self._model = model
         self._layers = cast(list[DecoderLayer], list(model.layers))
         self._batch_invariant = batch_invariant
-        self._table: TileTable = load_table(model.embedding.device)
+        self._table: TileTable = load_table(model.embedding.device, model.embedding.dtype)
         self._plans: dict[int, _Plan] = {}
 
     @torch.inference_mode()

@@ -27,7 +27,10 @@ class _RequestState:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One step on the host, requests in batch order: single-token rows, then chunks."""
+    """One step on the host, requests in batch order: single-token rows, the longest first, then chunks.
+
+    Programs of attention start in that order, and what starts last ought to be short. A batch that goes on keeps it.
+    """
 
     token_ids: np.ndarray  # int64 [num_tokens]; SAMPLED_TOKEN: the last one sampled in the token's row
     token_rows: np.ndarray  # int64 [num_tokens], the row of each token's request
@@ -50,7 +53,7 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class RepeatInput:
-    """A step like the one before it: the same requests in the same order, each one sampled token further."""
+    """A step like the one before it: the same requests in the same batch order, each one sampled token further."""
 
     request_ids: list[str]
     rows: np.ndarray  # int64 [num_reqs]
@@ -62,6 +65,7 @@ class RepeatInput:
 class _Last:
     """The step built last, if one like it may follow."""
 
+    scheduled_ids: list[str]  # in the scheduler's order
     request_ids: list[str]
     rows: np.ndarray
     max_seq_len: int
@@ -118,7 +122,7 @@ class InputBatch:
         last, num_tokens = self._last, scheduled.num_scheduled_tokens
         if last is None or scheduled.new_requests or scheduled.finished_request_ids or scheduled.preempted_request_ids:
             return None
-        if list(num_tokens) != last.request_ids or max(num_tokens.values()) > 1:
+        if list(num_tokens) != last.scheduled_ids or max(num_tokens.values()) > 1:
             return None
         return last.max_seq_len + 1
 
@@ -140,13 +144,17 @@ class InputBatch:
 
     def build(self, scheduled: SchedulerOutput) -> StepInput:
         """The step's arrays; what it samples counts as known from now on."""
-        request_ids = list(scheduled.num_scheduled_tokens)
+        scheduled_ids = list(scheduled.num_scheduled_tokens)
+        num_tokens = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(scheduled_ids))
+        num_computed = np.array(scheduled.num_computed_tokens, dtype=np.int64)
+        num_decodes = int(np.count_nonzero(num_tokens == 1))
+        order = np.arange(len(scheduled_ids))
+        order[:num_decodes] = np.argsort(-num_computed[:num_decodes], kind="stable")
+        num_tokens, num_computed = num_tokens[order], num_computed[order]
+        request_ids = [scheduled_ids[index] for index in order.tolist()]
         states = [self._states[request_id] for request_id in request_ids]
         rows = np.array([state.row for state in states], dtype=np.int64)
-        num_tokens = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(states))
-        num_computed = np.array(scheduled.num_computed_tokens, dtype=np.int64)
         seq_lens = num_computed + num_tokens
-        num_decodes = int(np.count_nonzero(num_tokens == 1))
         if num_decodes == len(states):
             query_start_loc = np.arange(len(states) + 1, dtype=np.int32)
             token_rows, positions = rows, num_computed
@@ -167,7 +175,7 @@ class InputBatch:
         token_ids = self._token_ids(states, rows, num_computed, seq_lens, query_start_loc)
         self._last = None
         if num_decodes == len(sampled_reqs) == len(states) and (token_ids == SAMPLED_TOKEN).all():
-            self._last = _Last(request_ids, rows, int(seq_lens.max()))
+            self._last = _Last(scheduled_ids, request_ids, rows, int(seq_lens.max()))
         return StepInput(
             token_ids=token_ids,
             token_rows=token_rows,

@@ -8,8 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.checks import check_product
-from kernels.ops.pdl import supports_pdl
-from kernels.ops.projection import Tiles, begin_early, default_tiles, is_small, project_rows, split_halves
+from kernels.ops.projection import (
+    Tiles,
+    begin_early,
+    default_tiles,
+    product_launch,
+    project_boxes,
+    project_rows,
+    split_halves,
+)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_parts", "stride_square_sums_token"])
@@ -35,49 +42,58 @@ def _norm_gated_linear_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     SMALL: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N / 2 gate rows and the up rows that belong to them per program.
+    """BLOCK_N / 2 gate rows and the up rows that belong to them per program; with TMA, x and the weight are descriptors.
 
     Grid: (cdiv(num_outputs, BLOCK_N / 2), cdiv(num_tokens, BLOCK_M)).
     """
     HALF: tl.constexpr = BLOCK_N // 2
     lane = tl.arange(0, BLOCK_N)
-    place = tl.minimum(tl.program_id(0) * HALF + lane % HALF, num_outputs - 1)
-    row = place + (lane // HALF) * num_outputs
+    first_row = tl.program_id(0) * HALF
+    row = tl.minimum(first_row + lane % HALF, num_outputs - 1) + (lane // HALF) * num_outputs
+    column = first_row + tl.arange(0, HALF)
+    column_mask = column < num_outputs
     first_token = tl.program_id(1) * BLOCK_M
     begin_early(weight_ptr, row, num_columns, stride_weight_row, SMALL, PDL)
     if BIAS:
-        bias = tl.load(bias_ptr + row).to(tl.float32)
+        gate_bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
+        up_bias = tl.load(bias_ptr + num_outputs + column, mask=column_mask, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    total = project_rows(
-        x_ptr,
-        weight_ptr,
-        square_sums_ptr,
-        row,
-        first_token,
-        num_tokens,
-        num_columns,
-        num_parts,
-        eps,
-        stride_x_token,
-        stride_weight_row,
-        stride_square_sums_token,
-        EVEN_K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        BLOCK_PARTS,
-    )
+    if TMA:
+        gate, up = project_boxes(
+            x_ptr, weight_ptr, first_row, num_outputs + first_row, first_token, num_columns, BLOCK_M, HALF, BLOCK_K
+        )
+    else:
+        total = project_rows(
+            x_ptr,
+            weight_ptr,
+            square_sums_ptr,
+            row,
+            first_token,
+            num_tokens,
+            num_columns,
+            num_parts,
+            eps,
+            stride_x_token,
+            stride_weight_row,
+            stride_square_sums_token,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            BLOCK_PARTS,
+        )
+        gate, up = split_halves(total, BLOCK_M, HALF)
     if BIAS:
-        total += bias[None, :]
-    gate, up = split_halves(total, BLOCK_M, HALF)
+        gate += gate_bias[None, :]
+        up += up_bias[None, :]
     gated = gate / (1.0 + tl.exp(-gate)) * up
     token = first_token + tl.arange(0, BLOCK_M)
-    column = tl.program_id(0) * HALF + tl.arange(0, HALF)
     output_offset = token[:, None].to(tl.int64) * stride_output_token + column[None, :]
-    mask = (token < num_tokens)[:, None] & (column < num_outputs)[None, :]
+    mask = (token < num_tokens)[:, None] & column_mask[None, :]
     tl.store(output_ptr + output_offset, gated.to(output_ptr.dtype.element_ty), mask=mask)
 
 
@@ -118,33 +134,24 @@ def norm_gated_linear(
     if output.numel() == 0:
         return output
     tiles = tiles or default_tiles(num_tokens, num_rows, num_columns)
-    pdl = supports_pdl(x.device)
+    launch = product_launch(x, weight, square_sums, tiles, box_rows=tiles.block_n // 2)
     grid = (triton.cdiv(num_rows // 2, tiles.block_n // 2), triton.cdiv(num_tokens, tiles.block_m))
     _norm_gated_linear_kernel[grid](
         output,
-        x,
-        weight,
+        launch.x,
+        launch.weight,
         square_sums,
         bias,
         num_tokens,
         num_columns,
         num_rows // 2,
-        0 if square_sums is None else square_sums.shape[1],
+        launch.num_parts,
         eps,
         output.stride(0),
         x.stride(0),
         weight.stride(0),
-        0 if square_sums is None else square_sums.stride(0),
+        launch.stride_square_sums_token,
         BIAS=bias is not None,
-        EVEN_K=num_columns % tiles.block_k == 0,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        BLOCK_PARTS=0 if square_sums is None else triton.next_power_of_2(square_sums.shape[1]),
-        SMALL=is_small(weight),
-        PDL=pdl,
-        num_warps=tiles.num_warps,  # pyright: ignore[reportCallIssue]  (launch options, not the kernel's)
-        num_stages=tiles.num_stages,  # pyright: ignore[reportCallIssue]
-        launch_pdl=pdl,  # pyright: ignore[reportCallIssue]
+        **launch.options,
     )
     return output

@@ -8,8 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.checks import check_product, check_tensor
-from kernels.ops.pdl import supports_pdl
-from kernels.ops.projection import Tiles, begin_early, default_tiles, is_small, project_rows
+from kernels.ops.projection import (
+    Tiles,
+    begin_early,
+    default_tiles,
+    product_launch,
+    project_box,
+    project_rows,
+)
 from kernels.reference.deferred_norm import DeferredNorm
 
 
@@ -45,9 +51,13 @@ def _norm_linear_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     SMALL: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N outputs of BLOCK_M tokens per program. Grid: (cdiv(num_rows, BLOCK_N), cdiv(num_tokens, BLOCK_M))."""
+    """BLOCK_N outputs of BLOCK_M tokens per program; with TMA, `x_ptr` and `weight_ptr` are descriptors.
+
+    Grid: (cdiv(num_rows, BLOCK_N), cdiv(num_tokens, BLOCK_M)).
+    """
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = row < num_rows
     first_token = tl.program_id(1) * BLOCK_M
@@ -66,25 +76,29 @@ def _norm_linear_kernel(
     if RESIDUAL:
         residual_offset = token[:, None].to(tl.int64) * stride_residual_token + row[None, :]
         residual = tl.load(residual_ptr + residual_offset, mask=mask, other=0.0)
-    total = project_rows(
-        x_ptr,
-        weight_ptr,
-        square_sums_ptr,
-        weight_row,
-        first_token,
-        num_tokens,
-        num_columns,
-        num_parts,
-        eps,
-        stride_x_token,
-        stride_weight_row,
-        stride_square_sums_token,
-        EVEN_K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        BLOCK_PARTS,
-    )
+    if TMA:
+        first_row = tl.program_id(0) * BLOCK_N
+        total = project_box(x_ptr, weight_ptr, first_row, first_token, num_columns, BLOCK_M, BLOCK_N, BLOCK_K)
+    else:
+        total = project_rows(
+            x_ptr,
+            weight_ptr,
+            square_sums_ptr,
+            weight_row,
+            first_token,
+            num_tokens,
+            num_columns,
+            num_parts,
+            eps,
+            stride_x_token,
+            stride_weight_row,
+            stride_square_sums_token,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            BLOCK_PARTS,
+        )
     if BIAS:
         total += bias[None, :]
     if RESIDUAL:
@@ -164,11 +178,11 @@ def norm_linear(
 
     if output.numel() == 0:
         return output, deferred
-    pdl = supports_pdl(x.device)
+    launch = product_launch(x, weight, square_sums, tiles, box_rows=tiles.block_n)
     _norm_linear_kernel[(num_programs, triton.cdiv(num_tokens, tiles.block_m))](
         output,
-        x,
-        weight,
+        launch.x,
+        launch.weight,
         square_sums,
         bias,
         residual,
@@ -178,27 +192,18 @@ def norm_linear(
         num_tokens,
         num_columns,
         num_rows,
-        0 if square_sums is None else square_sums.shape[1],
+        launch.num_parts,
         eps,
         output.stride(0),
         x.stride(0),
         weight.stride(0),
-        0 if square_sums is None else square_sums.stride(0),
+        launch.stride_square_sums_token,
         0 if residual is None else residual.stride(0),
         deferred.scaled.stride(0) if deferred else 0,
         deferred.square_sums.stride(0) if deferred else 0,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         NEXT_NORM=deferred is not None,
-        EVEN_K=num_columns % tiles.block_k == 0,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        BLOCK_PARTS=0 if square_sums is None else triton.next_power_of_2(square_sums.shape[1]),
-        SMALL=is_small(weight),
-        PDL=pdl,
-        num_warps=tiles.num_warps,  # pyright: ignore[reportCallIssue]  (launch options, not the kernel's)
-        num_stages=tiles.num_stages,  # pyright: ignore[reportCallIssue]
-        launch_pdl=pdl,  # pyright: ignore[reportCallIssue]
+        **launch.options,
     )
     return output, deferred

@@ -8,8 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.checks import check_product, check_tensor
-from kernels.ops.pdl import supports_pdl
-from kernels.ops.projection import Tiles, begin_early, default_tiles, is_small, project_rows, split_halves
+from kernels.ops.projection import (
+    Tiles,
+    begin_early,
+    default_tiles,
+    product_launch,
+    project_boxes,
+    project_rows,
+    split_halves,
+)
 
 
 # A step's arrays lie end to end in one buffer: where each begins is not to make another kernel of it.
@@ -54,9 +61,10 @@ def _norm_qkv_rotary_store_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     SMALL: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N / 2 rotation pairs (i, HEAD_DIM / 2 + i) of one head per program.
+    """BLOCK_N / 2 rotation pairs (i, HEAD_DIM / 2 + i) of one head per program; with TMA, x and the weight are descriptors.
 
     Grid: ((NUM_HEADS + 2 * NUM_KV_HEADS) * cdiv(HEAD_DIM / 2, BLOCK_N / 2), cdiv(num_tokens, BLOCK_M)).
     """
@@ -76,8 +84,10 @@ def _norm_qkv_rotary_store_kernel(
 
     # What the sum needs at its end is asked for at its begin.
     begin_early(weight_ptr, row, num_columns, stride_weight_row, SMALL, PDL)
+    first_row = head * HEAD_DIM + first_pair
     if BIAS:
-        bias = tl.load(bias_ptr + row).to(tl.float32)
+        left_bias = tl.load(bias_ptr + head * HEAD_DIM + pair, mask=pair_mask, other=0.0).to(tl.float32)
+        right_bias = tl.load(bias_ptr + head * HEAD_DIM + HALF_DIM + pair, mask=pair_mask, other=0.0).to(tl.float32)
     slot = tl.load(slot_mapping_ptr + token, mask=token_mask, other=0)
     position = tl.load(positions_ptr + token, mask=token_mask, other=0)
     angle_ptrs = cos_sin_cache_ptr + (position * stride_cos_sin_position)[:, None] + pair[None, :]
@@ -85,28 +95,34 @@ def _norm_qkv_rotary_store_kernel(
     sin = tl.load(angle_ptrs + HALF_DIM, mask=mask, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    total = project_rows(
-        x_ptr,
-        weight_ptr,
-        square_sums_ptr,
-        row,
-        first_token,
-        num_tokens,
-        num_columns,
-        num_parts,
-        eps,
-        stride_x_token,
-        stride_weight_row,
-        stride_square_sums_token,
-        EVEN_K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        BLOCK_PARTS,
-    )
+    if TMA:
+        left, right = project_boxes(
+            x_ptr, weight_ptr, first_row, first_row + HALF_DIM, first_token, num_columns, BLOCK_M, HALF, BLOCK_K
+        )
+    else:
+        total = project_rows(
+            x_ptr,
+            weight_ptr,
+            square_sums_ptr,
+            row,
+            first_token,
+            num_tokens,
+            num_columns,
+            num_parts,
+            eps,
+            stride_x_token,
+            stride_weight_row,
+            stride_square_sums_token,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            BLOCK_PARTS,
+        )
+        left, right = split_halves(total, BLOCK_M, HALF)
     if BIAS:
-        total += bias[None, :]
-    left, right = split_halves(total, BLOCK_M, HALF)
+        left += left_bias[None, :]
+        right += right_bias[None, :]
     if head < NUM_HEADS + NUM_KV_HEADS:
         rotated = left * cos - right * sin
         right = right * cos + left * sin
@@ -190,13 +206,13 @@ def norm_qkv_rotary_store(
     if num_tokens == 0:
         return query
     tiles = tiles or default_tiles(num_tokens, weight.shape[0], num_columns)
-    pdl = supports_pdl(x.device)
+    launch = product_launch(x, weight, square_sums, tiles, box_rows=tiles.block_n // 2)
     parts = triton.cdiv(head_dim // 2, tiles.block_n // 2)
     grid = ((num_heads + 2 * num_kv_heads) * parts, triton.cdiv(num_tokens, tiles.block_m))
     _norm_qkv_rotary_store_kernel[grid](
         query,
-        x,
-        weight,
+        launch.x,
+        launch.weight,
         square_sums,
         bias,
         positions,
@@ -206,12 +222,12 @@ def norm_qkv_rotary_store(
         slot_mapping,
         num_tokens,
         num_columns,
-        0 if square_sums is None else square_sums.shape[1],
+        launch.num_parts,
         eps,
         query.stride(0),
         x.stride(0),
         weight.stride(0),
-        0 if square_sums is None else square_sums.stride(0),
+        launch.stride_square_sums_token,
         cos_sin_cache.stride(0),
         key_cache.stride(0),
         key_cache.stride(1),
@@ -224,15 +240,6 @@ def norm_qkv_rotary_store(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         BIAS=bias is not None,
-        EVEN_K=num_columns % tiles.block_k == 0,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        BLOCK_PARTS=0 if square_sums is None else triton.next_power_of_2(square_sums.shape[1]),
-        SMALL=is_small(weight),
-        PDL=pdl,
-        num_warps=tiles.num_warps,  # pyright: ignore[reportCallIssue]  (launch options, not the kernel's)
-        num_stages=tiles.num_stages,  # pyright: ignore[reportCallIssue]
-        launch_pdl=pdl,  # pyright: ignore[reportCallIssue]
+        **launch.options,
     )
     return query

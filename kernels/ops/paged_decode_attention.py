@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 from kernels.ops.checks import check_attention, check_tensor
 from kernels.ops.pdl import supports_pdl
 
-# Programs per multiprocessor that keep its loads in flight; more only split what the last of a request adds up again.
-PROGRAMS_PER_SM = 4
+# Programs per multiprocessor: lean ones of long contexts keep its loads in flight by so many, and more only split what the
+# last of a request adds up again; of others a multiprocessor holds about that, and uneven requests want some to wait.
+LEAN_PROGRAMS_PER_SM = 4
+PROGRAMS_PER_SM = 9
 MAX_SPLITS = 64
 LONG_CONTEXT = 8192
 
@@ -301,14 +304,13 @@ def choose_cut(num_rows: int, max_seq_len: int, head_dim: int, device: torch.dev
     the latency of a single share, into lean long ones where it is bandwidth that counts.
     """
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
-    splits = min(PROGRAMS_PER_SM * num_sms // num_rows, max_seq_len // 64, MAX_SPLITS)
-    num_splits = triton.next_power_of_2(splits) if splits > 1 else 1
-    wide = head_dim > 128
-    if num_rows >= 2 * num_sms:
-        return Cut(num_splits, 128, 32 if wide else 64, 4)
-    if max_seq_len > LONG_CONTEXT:
+    lean = max_seq_len > LONG_CONTEXT and num_rows < 2 * num_sms
+    programs = (LEAN_PROGRAMS_PER_SM if lean else PROGRAMS_PER_SM) * num_sms
+    splits = min(programs / num_rows, max_seq_len / 64, MAX_SPLITS)
+    num_splits = 2 ** max(0, round(math.log2(splits)))
+    if lean:
         return Cut(num_splits, 256, 32, 2)
-    return Cut(num_splits, 64, 32 if wide else 64, 4)
+    return Cut(num_splits, 128 if num_rows >= 2 * num_sms else 64, 32 if head_dim > 128 else 64, 4)
 
 
 _ARRIVALS: dict[torch.device, list[Tensor]] = {}

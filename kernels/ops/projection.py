@@ -5,16 +5,20 @@ Not an op: device functions, and how a product is cut.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.ops.pdl import prefetch_rows
+from kernels.ops.pdl import prefetch_rows, supports_pdl
 
 # Of a weight whose reading is a matter of latency rather than of bandwidth.
 SMALL_WEIGHT_BYTES = 8 * 2**20
+MIN_BOX_ROWS = 64  # of a weight, below which Hopper's matrix unit cannot take them as they lie in shared memory
 
 
 class Tiles(NamedTuple):
@@ -37,10 +41,84 @@ def default_tiles(num_tokens: int, num_rows: int, num_columns: int) -> Tiles:
 
 
 def is_small(weight: Tensor) -> bool:
-    """Whether a weight is to be fetched ahead: small, and in rows that the copy engine takes, of 16 bytes and aligned."""
-    row_stride_bytes = weight.stride(0) * weight.element_size()
-    aligned = weight.data_ptr() % 16 == 0 and row_stride_bytes % 16 == 0
-    return weight.nbytes <= SMALL_WEIGHT_BYTES and aligned and weight.shape[1] * weight.element_size() >= 16
+    """Whether a weight is to be fetched ahead: small, and in rows that the copy engine takes."""
+    return weight.nbytes <= SMALL_WEIGHT_BYTES and _has_rows_to_copy(weight)
+
+
+@lru_cache
+def supports_tma(device: torch.device) -> bool:
+    """Whether the card has a copy engine for boxes of a matrix, and a matrix unit that reads what it leaves."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+class ProductLaunch(NamedTuple):
+    """What the launch of a kernel with a product takes for it."""
+
+    x: Tensor | TensorDescriptor
+    weight: Tensor | TensorDescriptor
+    num_parts: int
+    stride_square_sums_token: int
+    options: dict[str, Any]  # the kernel's constants that end in PDL, and those of the launch
+
+
+def product_launch(
+    x: Tensor, weight: Tensor, square_sums: Tensor | None, tiles: Tiles, *, box_rows: int
+) -> ProductLaunch:
+    """Args:
+    box_rows: weight rows that a program's one or two boxes have, see `project_box`.
+    """
+    tma = _uses_tma(x, weight, square_sums, tiles, box_rows)
+    pdl = supports_pdl(x.device)
+    num_parts = 0 if square_sums is None else square_sums.shape[1]
+    options = {
+        "EVEN_K": x.shape[1] % tiles.block_k == 0,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "BLOCK_PARTS": triton.next_power_of_2(num_parts) if num_parts else 0,
+        "SMALL": is_small(weight),
+        "TMA": tma,
+        "PDL": pdl,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+        "launch_pdl": pdl,
+    }
+    return ProductLaunch(
+        _boxes_of(x, tiles.block_m, tiles.block_k) if tma else x,
+        _boxes_of(weight, box_rows, tiles.block_k) if tma else weight,
+        num_parts,
+        0 if square_sums is None else square_sums.stride(0),
+        options,
+    )
+
+
+def _uses_tma(x: Tensor, weight: Tensor, square_sums: Tensor | None, tiles: Tiles, box_rows: int) -> bool:
+    """Whether weight rows go through the copy engine, and none of them through registers.
+
+    What small weights wait for is latency, and they keep to pointers; so do float32 products, which the matrix unit rounds.
+    """
+    return (
+        supports_tma(x.device)
+        and tiles.block_m >= 16
+        and box_rows >= MIN_BOX_ROWS
+        and x.element_size() == 2
+        and square_sums is None
+        and weight.nbytes > SMALL_WEIGHT_BYTES
+        and _has_rows_to_copy(x)
+        and _has_rows_to_copy(weight)
+    )
+
+
+def _boxes_of(tensor: Tensor, box_rows: int, box_columns: int) -> TensorDescriptor:
+    """What a kernel loads boxes of `tensor` by; what lies outside of it reads as 0."""
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [box_rows, box_columns])
+
+
+def _has_rows_to_copy(tensor: Tensor) -> bool:
+    """Whether rows are of 16 bytes at least, and aligned to them."""
+    row_stride_bytes = tensor.stride(0) * tensor.element_size()
+    aligned = tensor.data_ptr() % 16 == 0 and row_stride_bytes % 16 == 0 and row_stride_bytes > 0
+    return aligned and tensor.shape[1] * tensor.element_size() >= 16
 
 
 @triton.jit
@@ -102,6 +180,53 @@ def project_rows(
     if BLOCK_PARTS > 0:
         total = total / tl.sqrt(tl.sum(square_sums, axis=1) / num_columns + eps)[:, None]
     return total
+
+
+@triton.jit
+def project_box(
+    x_desc,
+    weight_desc,
+    first_row,
+    first_token,
+    num_columns,
+    BLOCK_M: tl.constexpr,
+    BOX_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """As `project_rows` of rows that follow one another, through the copy engine: [BLOCK_M, BOX_ROWS].
+
+    The weight is the left operand, since the matrix unit takes 64 rows of that at least, and 8 columns of the other.
+    """
+    total = tl.zeros([BOX_ROWS, BLOCK_M], dtype=tl.float32)
+    for start in range(0, num_columns, BLOCK_K):
+        weight = weight_desc.load([first_row, start])
+        x = x_desc.load([first_token, start])
+        total = tl.dot(weight, tl.trans(x), total)
+    return tl.trans(total)
+
+
+@triton.jit
+def project_boxes(
+    x_desc,
+    weight_desc,
+    first_row,
+    second_row,
+    first_token,
+    num_columns,
+    BLOCK_M: tl.constexpr,
+    BOX_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`project_box` of two boxes against the same x: two times [BLOCK_M, BOX_ROWS]."""
+    first_total = tl.zeros([BOX_ROWS, BLOCK_M], dtype=tl.float32)
+    second_total = tl.zeros([BOX_ROWS, BLOCK_M], dtype=tl.float32)
+    for start in range(0, num_columns, BLOCK_K):
+        first = weight_desc.load([first_row, start])
+        second = weight_desc.load([second_row, start])
+        x = tl.trans(x_desc.load([first_token, start]))
+        first_total = tl.dot(first, x, first_total)
+        second_total = tl.dot(second, x, second_total)
+    return tl.trans(first_total), tl.trans(second_total)
 
 
 @triton.jit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +71,20 @@ def test_the_library_stays_where_nothing_is_faster() -> None:
     choice = choose(SHAPES[1], 8, {}, lambda call, inputs: 1.0)
     assert choice.tiles is None
     assert choice.to_json()["tiles"] is None
+
+
+def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path) -> None:
+    from kernels.ops.projection import Tiles
+    from kernels.tune import Choice, merge
+
+    path = tmp_path / "card.json"
+    old = [Choice(SHAPES[0], 8, None, 1.0, 1.0), Choice(SHAPES[0], 16, None, 1.0, 1.0)]
+    rows = merge(path, old)
+    assert rows == [choice.to_json() for choice in old]
+    path.write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    better = Choice(SHAPES[0], 16, Tiles(16, 64, 128, 4, 5), 0.5, 1.0)
+    other = Choice(SHAPES[1], 16, None, 1.0, 1.0)
+    assert merge(path, [better, other]) == [old[0].to_json(), better.to_json(), other.to_json()]
 
 
 def test_a_card_is_needed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

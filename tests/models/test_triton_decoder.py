@@ -85,7 +85,7 @@ def make_triton_decoder(
     class Table:
         choose = staticmethod(choice)
 
-    monkeypatch.setattr(triton_decoder, "load_table", lambda device: Table)
+    monkeypatch.setattr(triton_decoder, "load_table", lambda device, dtype: Table)
     return TritonDecoder(model, **options)
 
 

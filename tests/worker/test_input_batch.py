@@ -11,7 +11,7 @@ from backend.core.output import NewRequestData, SchedulerOutput
 from backend.sample.metadata import SamplingMetadata
 from backend.sampling_params import SamplingParams
 from backend.worker.input_batch import SAMPLED_TOKEN, InputBatch, RepeatInput, StepInput
-from tests.worker.traffic import Job, Known, Traffic, step_of
+from tests.worker.traffic import Job, Known, Traffic, batch_order, step_of
 
 
 def check(step: StepInput, output: SchedulerOutput, jobs: list[Job], block_size: int, num_blocks: int) -> None:
@@ -52,7 +52,7 @@ def check(step: StepInput, output: SchedulerOutput, jobs: list[Job], block_size:
 
     sizes = list(output.num_scheduled_tokens.values())
     assert (step.num_reqs, step.num_decodes) == (len(jobs), sizes.count(1))
-    assert all(size == 1 for size in sizes[: step.num_decodes])
+    assert np.diff(step.query_start_loc)[: step.num_decodes].tolist() == [1] * step.num_decodes
     assert step.sampled_request_ids == [job.request_id for job in sampled]
     check_sampling(step.sampling, sampled)
 
@@ -135,6 +135,7 @@ def test_every_step_of_random_traffic_is_what_the_lists_say(block_size: int, see
     kinds, last, num_repeats = set(), None, 0
     for _ in range(200):
         output, jobs = traffic.schedule()
+        jobs = batch_order(output, jobs)
         max_seq_len = batch.repeats(output)
         assert (max_seq_len is not None) == is_repeat(output, jobs, last)
         if max_seq_len is not None and repeating:
@@ -217,15 +218,16 @@ def test_a_step_may_be_built_before_the_last_one_is_carried_out() -> None:
 
 
 def test_a_repeat_goes_on_where_the_last_step_ended() -> None:
-    """Blocks of 4: the second request needs a new one. Afterwards a step is built from the same books."""
+    """Blocks of 4: the longer request needs a new one. Afterwards a step is built from the same books."""
     batch = InputBatch(3, 16, 4)
     run(batch, step_of({"a": 2, "b": 3}, new=(new("a", [1] * 2, [1]), new("b", [2] * 3, [2]))))
     step = run(batch, step_of({"a": 1, "b": 1}, known=(Known("a", [[]], 2), Known("b", [[]], 3))))
     again = step_of({"a": 1, "b": 1}, known=(Known("a", [[]], 3), Known("b", [[7]], 4)))
     assert batch.repeats(again) == 5
     repeat = batch.build_repeat(again)
-    assert (repeat.request_ids, repeat.rows.tolist()) == (["a", "b"], step.sampled_rows.tolist())
-    assert (repeat.new_blocks, repeat.sampling) == ([(1, 1, 7)], None)
+    assert step.sampled_request_ids == ["b", "a"], "the longer one comes first"
+    assert (repeat.request_ids, repeat.rows.tolist()) == (["b", "a"], step.sampled_rows.tolist())
+    assert (repeat.new_blocks, repeat.sampling) == ([(0, 1, 7)], None)
     step = run(batch, step_of({"b": 1, "a": 1}, known=(Known("a", [[9]], 4), Known("b", [[]], 5))))
     assert (step.seq_lens.tolist(), step.positions.tolist()) == ([6, 5], [5, 4])
     assert step.block_table.tolist() == [[2, 7], [1, 9]]

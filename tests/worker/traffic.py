@@ -192,3 +192,13 @@ class Traffic:
     def _give_back(self, job: Job) -> None:
         self.free += job.blocks
         job.blocks = []
+
+
+def batch_order(output: SchedulerOutput, jobs: list[Job]) -> list[Job]:
+    """Single rows first, the longest before the others, then chunks; equals as they were scheduled."""
+
+    def place(job: Job) -> tuple[bool, int]:
+        is_chunk = output.num_scheduled_tokens[job.request_id] > 1
+        return is_chunk, 0 if is_chunk else -job.computed
+
+    return sorted(jobs, key=place)
