@@ -74,7 +74,9 @@ def test_imports_go_one_way(path: Path) -> None:
         assert not any(name.split(".")[0] == "triton" for name in names), "the CPU path runs without triton"
 
 
-@pytest.mark.parametrize("package", ["backend/core", "backend/metrics", "backend/workload", "backend/experiments"])
+@pytest.mark.parametrize(
+    "package", ["backend/analysis", "backend/core", "backend/metrics", "backend/workload", "backend/experiments"]
+)
 def test_scheduling_metrics_and_workloads_need_no_torch(package: str) -> None:
     """Also through what they import: the modules are loaded in a fresh interpreter."""
     modules = [relative(path)[:-3].replace("/", ".") for path in sorted((ROOT / package).glob("*.py"))]
