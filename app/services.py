@@ -129,9 +129,9 @@ def start_run(services: Services, config: EngineConfig, workload: Workload, labe
 
 
 def start_kernel_run(services: Services, config: KernelLabConfig, label: str | None = None) -> int:
-    """The same for the kernel lab: its results are stored as they come. Returns the run id at once.
+    """The same for the kernel lab: its results are stored as they come, and the engine is unloaded for it.
 
-    Raises `ConfigError` for what this machine cannot do, and as `start_run`.
+    Returns the run id at once. Raises `ConfigError` for what this machine cannot do, and as `start_run`.
     """
     from backend.experiments.kernel_lab import resolve_lab, run_lab
 

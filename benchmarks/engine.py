@@ -1,4 +1,4 @@
-"""The product's own engine on the card: decode, prefill, a mix, start, idle share, long-context attention.
+"""The product's own engine on the card: decode, prefill, a mix, start, idle share, long-context attention, open dashboards.
 
     python -m benchmarks.engine [--model NAME ...] [--only decode,mix] [--set KEY=VALUE ...] [-o FILE]
 
@@ -6,7 +6,8 @@ The default configuration, driven through `EngineHost` as a run is: ledger, reco
 sink beside it, in turns. Greedy, EOS ignored, random ids, all requests at once; a warm-up pass of each kind is left out.
 Times are those of the deliveries: decode counts b * (n_out - 1) tokens from the last first token to the last token,
 prefill all input tokens from submission to the last first token, the mix all output tokens from submission to the last.
-Idle share and the long-context figures are what `benchmarks/idle.py` and `benchmarks/long_context.py` say.
+Idle share, the long-context figures and the dashboard's share are what `benchmarks/idle.py`, `benchmarks/long_context.py` and
+`benchmarks/dashboard.py` say.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from benchmarks.table import text_table
 from db.session import Database
 
 MODELS = ("dummy:llama-3.1-8b", "dummy:smollm2-135m")
-KINDS = ("decode", "prefill", "mix", "start", "idle", "attention")
+KINDS = ("decode", "prefill", "mix", "start", "idle", "attention", "dashboard")
+DEFAULT_KINDS = KINDS[:-1]  # the dashboard's takes two minutes, as its passes must last for seconds
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -56,6 +58,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if "start" in options.only and gpu is not None:  # first: the new processes want the memory that is used later
         for model in options.model:
             for figure in start_figures(model, options.set, gpu):
+                add(figure)
+    if "dashboard" in options.only:
+        from benchmarks.dashboard import dashboard_figures  # it imports Streamlit, which the others should not share
+
+        for model in options.model:
+            for figure in dashboard_figures(model, _config(model, options.set), options):
                 add(figure)
     limits = measure_limits(device)
     models: dict[str, Any] = {}
@@ -104,7 +112,8 @@ def model_info(engine: BenchmarkEngine, config: EngineConfig) -> dict[str, Any]:
 
 
 def _config(model: str, settings: Sequence[str]) -> EngineConfig:
-    return engine_config(None, settings).with_overrides({"model.name": model})
+    # Every pass asks the same prompts again: what one computes must not be there for the next.
+    return engine_config(None, settings).with_overrides({"model.name": model, "cache.enable_prefix_caching": False})
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -112,9 +121,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", action="append", help=f"repeatable; default: {' and '.join(MODELS)}")
-    parser.add_argument("--only", type=_kinds, default=list(KINDS), help=f"of {','.join(KINDS)}; default: all")
+    parser.add_argument(
+        "--only", type=_kinds, default=list(DEFAULT_KINDS), help=f"of {','.join(KINDS)}; default: all but the last"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an engine setting; repeatable")
-    parser.add_argument("--repeats", type=int, default=3, help="with recording; one less without, and for the mix")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="with recording; one less without, and for the mix and the dashboard"
+    )
     parser.add_argument("--input-len", type=int, default=128, help="tokens of a prompt in decode and idle")
     parser.add_argument("--output-len", type=int, default=256, help="tokens that decode makes, two at least")
     parser.add_argument("--decode-batches", type=_numbers, default=[1, 8, 32, 128], help="requests at once")
@@ -122,12 +135,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mix-requests", type=int, default=MIX_REQUESTS)
     parser.add_argument("--mix-max-len", type=int, default=MIX_MAX_LEN, help="longer prompts and outputs are cut to it")
     parser.add_argument("--idle-batches", type=_numbers, default=[1, 8, 32, 128, 256], help="requests at once")
+    parser.add_argument("--dashboard-batches", type=_numbers, default=[1, 32, 128], help="requests at once")
+    parser.add_argument("--dashboard-clients", type=int, default=1, help="browsers on the Run page")
     parser.add_argument("--commit", help="to state where this is no checkout")
     parser.add_argument("--start-only", metavar="MODEL", help="load it, make a token, print when it came, and end")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args(arguments)
     if options.repeats < 1 or options.output_len < 2:
         parser.error("--repeats must be 1 or more and --output-len 2 or more")
+    if options.dashboard_clients < 1:
+        parser.error("--dashboard-clients must be 1 or more")
     options.model = options.model or list(MODELS)
     defaults = {name: parser.get_default(name) for name in ("input_len", "output_len", "mix_max_len")}
     options.protocol_is_peers = all(getattr(options, name) == value for name, value in defaults.items())
