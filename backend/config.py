@@ -55,7 +55,9 @@ class CacheSettings(_Section):
     )
     dtype: Literal["auto"] = Field("auto", description="KV element type; auto is the model's.")
     layout: Literal["paged"] = "paged"
-    enable_prefix_caching: Literal[False] = False
+    enable_prefix_caching: bool = Field(
+        True, description="Keep the KV of full blocks, so that requests that begin alike share it."
+    )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Share of GPU memory for weights, activations and KV cache together."
     )

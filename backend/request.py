@@ -10,6 +10,8 @@ from backend.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 RequestStatus = Literal["waiting", "running", "preempted", "finished"]
 
+NEVER = 2**62  # tokens that no request has
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -33,7 +35,10 @@ class Request:
     num_placeholder_tokens: int = 0  # scheduled to be sampled, ids not known here yet
     num_computed_tokens: int = 0  # KV present, or on its way in a step that has been scheduled
     num_slots: int = 0  # tokens that its KV blocks have room for; kept by the `KVCacheManager`
-    num_cached_tokens: int = 0
+    # Of the KV, what its first admission found in the prefix cache; None before that, and without one.
+    num_cached_tokens: int | None = None
+    next_cache_at: int = NEVER  # computed tokens at which a further block can be found; kept by the `KVCacheManager`
+    block_hashes: list[list[bytes]] = field(default_factory=list)  # of full blocks, a list per KV group; likewise
     num_preemptions: int = 0
     num_recompute_tokens: int = 0  # tokens that had been computed before the last preemption
     last_scheduled_step: int = -1

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
 
-    config = EngineConfig().with_overrides({"model.name": arguments.model})
+    config = EngineConfig().with_overrides({"model.name": arguments.model, "cache.enable_prefix_caching": False})
     workload = Workload.from_dict(
         {
             "source": {"kind": "synthetic", "num_requests": arguments.requests, "prompt_len": 32},

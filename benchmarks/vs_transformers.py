@@ -35,7 +35,8 @@ class OurEngine:
 
     def __init__(self, threads: int) -> None:
         self.host = EngineHost()
-        self.host.load(EngineConfig().with_overrides({"model.device": "cpu", "kernels.cpu_threads": threads}))
+        settings = {"model.device": "cpu", "kernels.cpu_threads": threads, "cache.enable_prefix_caching": False}
+        self.host.load(EngineConfig().with_overrides(settings))
         self.prompt = self.host.tokenizer.encode_chat([{"role": "user", "content": PROMPT}])
         self.forward_seconds = 0.0
         self.steps: list[tuple[StepStats, float]] = []

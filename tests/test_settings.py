@@ -36,7 +36,7 @@ CASES: list[tuple[type[Settings], str, Any, str]] = [
     # What comes later is refused by name until it exists.
     (EngineConfig, "cache.layout", "contiguous", "cache.layout = 'contiguous' is not supported; allowed: 'paged'"),
     (EngineConfig, "cache.dtype", "int8", "cache.dtype = 'int8' is not supported; allowed: 'auto'"),
-    (EngineConfig, "cache.enable_prefix_caching", True, "cache.enable_prefix_caching = True is not supported"),
+    (EngineConfig, "cache.enable_prefix_caching", "yes", "cache.enable_prefix_caching = 'yes'"),
     (EngineConfig, "scheduler.batching", "static", "scheduler.batching = 'static' is not supported"),
     (EngineConfig, "scheduler.policy", "priority", "scheduler.policy = 'priority' is not supported; allowed: 'fcfs'"),
     (EngineConfig, "scheduler.preemption", "swap", "scheduler.preemption = 'swap' is not supported"),

@@ -87,6 +87,7 @@ _LABELS = {
     "workload.slo.ttft_ms": "TTFT limit (ms)",
     "workload.slo.tpot_ms": "TPOT limit (ms)",
     "workload.warmup_requests": "Warm-up requests",
+    "workload.reset_prefix_cache": "Empty the prefix cache first",
 }
 # What an empty box stands for, where "auto" would not say it.
 _EMPTY = {
@@ -162,6 +163,5 @@ LENGTHS: dict[str, int] = {
 CONFIG_FIELDS = _for_form(field for field in fields_of(EngineConfig) if field.key != MODEL)
 SAMPLING_FIELDS = _for_form(fields_of(SamplingSettings, "workload.sampling."))
 SLO_FIELDS = _for_form(fields_of(ServiceLevel, "workload.slo."))
-RUN_FIELDS = _for_form(
-    field for field in fields_of(Workload, "workload.") if field.key in ("workload.warmup_requests", "workload.seed")
-)
+_OF_RUN = ("workload.warmup_requests", "workload.reset_prefix_cache", "workload.seed")
+RUN_FIELDS = _for_form(field for field in fields_of(Workload, "workload.") if field.key in _OF_RUN)

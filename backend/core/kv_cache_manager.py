@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from backend.core.block_hash import BlockHash, extend_block_hashes
 from backend.core.block_pool import NULL_BLOCK, BlockPool
-from backend.request import Request
+from backend.request import NEVER, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +44,37 @@ class KVCacheSnapshot:
 
 
 class KVCacheManager:
-    def __init__(self, num_blocks: int, block_size: int, groups: list[KVGroupSpec]) -> None:
+    """Args:
+    num_blocks: usable blocks, of all groups together.
+    block_size: tokens per block.
+    groups: KV shapes of the model.
+    prefix_key: with one, full blocks whose tokens are computed can be found and shared by requests that begin alike, see
+        `block_hash.prefix_key`; None: blocks do not outlive their request.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, groups: list[KVGroupSpec], prefix_key: BlockHash | None = None
+    ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self._num_groups = len(groups)
         self._block_ids: dict[str, list[list[int]]] = {}
+        # A chain for each group: the same tokens have other KV there.
+        self._keys = [prefix_key + bytes([group]) for group in range(len(groups))] if prefix_key is not None else []
+
+    @property
+    def caches_prefixes(self) -> bool:
+        return bool(self._keys)
 
     @property
     def usage(self) -> float:
         """Referenced / usable blocks, 0..1."""
         return self.pool.num_referenced_blocks / self.pool.num_blocks
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens whose KV can be found, of one group."""
+        return self.pool.num_cached_blocks // self._num_groups * self.block_size
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens of one request, over all groups."""
@@ -62,11 +84,29 @@ class KVCacheManager:
         return sum(len(blocks) for blocks in self._block_ids.get(request.request_id, ()))
 
     def get_computed_blocks(self, request: Request) -> tuple[list[list[int]], int]:
-        """Blocks whose content is already computed for this request's tokens, and how many tokens they hold.
+        """Cached blocks with the request's first tokens, one list per group, and how many tokens they hold.
 
-        Nothing outlives its request yet, so there are never any.
+        The last token is never among them: it has to run for the next one to be sampled.
         """
-        return [[] for _ in range(self._num_groups)], 0
+        num_blocks = (request.num_tokens - 1) // self.block_size if self._keys else 0
+        self._hash(request, num_blocks)
+        found: list[list[int]] = [[] for _ in range(self._num_groups)]
+        for index in range(num_blocks):
+            block_ids = [self.pool.lookup(hashes[index]) for hashes in request.block_hashes]
+            if None in block_ids:
+                break
+            for blocks, block_id in zip(found, block_ids, strict=True):
+                blocks.append(block_id)  # pyright: ignore[reportArgumentType]
+        return found, len(found[0]) * self.block_size
+
+    def take_computed_blocks(self, request: Request, block_ids: list[list[int]]) -> None:
+        """Begin a request that holds nothing with the blocks that `get_computed_blocks` has just found."""
+        for blocks in block_ids:
+            self.pool.share(blocks)
+        self._block_ids[request.request_id] = [list(blocks) for blocks in block_ids]
+        request.num_computed_tokens = request.num_slots = len(block_ids[0]) * self.block_size
+        if self._keys:
+            request.next_cache_at = request.num_slots + self.block_size
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
@@ -82,16 +122,40 @@ class KVCacheManager:
         taken = self.pool.allocate(missing * self._num_groups)
         if taken is None:
             return None
-        new_block_ids = [taken[group * missing : (group + 1) * missing] for group in range(self._num_groups)]
+        new_block_ids = [taken.block_ids[group * missing : (group + 1) * missing] for group in range(self._num_groups)]
         for blocks, more in zip(held, new_block_ids, strict=True):
             blocks.extend(more)
         self._block_ids[request.request_id] = held
         request.num_slots = len(held[0]) * self.block_size
         return KVAllocation(new_block_ids)
 
+    def cache_blocks(self, request: Request) -> None:
+        """Let the request's full blocks be found, as far as their tokens are known and computed.
+
+        A step that is on its way counts as computed: whoever finds a block runs in a later one.
+        """
+        num_blocks = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
+        first = request.next_cache_at // self.block_size - 1
+        self._hash(request, num_blocks)
+        held = self._block_ids[request.request_id]
+        for blocks, hashes in zip(held, request.block_hashes, strict=True):
+            for index in range(first, num_blocks):
+                self.pool.cache(blocks[index], hashes[index])
+        request.next_cache_at = max(first, num_blocks) * self.block_size + self.block_size
+
+    def uncache_blocks(self, request: Request) -> None:
+        """Let none of the request's blocks be found any more: what they hold is not to be used again."""
+        for blocks in self._block_ids.get(request.request_id, ()):
+            self.pool.uncache(blocks)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget what every block holds, also of those in use; the tokens that could be found until now."""
+        return self.pool.reset() // self._num_groups * self.block_size
+
     def free(self, request: Request) -> None:
         """Give back all blocks of a request; one that holds none is ignored."""
         request.num_slots = 0
+        request.next_cache_at = NEVER
         for blocks in self._block_ids.pop(request.request_id, ()):
             # Last block first, so that a prompt's beginning stays longest in the queue.
             self.pool.free(blocks[::-1])
@@ -119,3 +183,11 @@ class KVCacheManager:
                 raise RuntimeError(
                     f"block {block_id} has {self.pool.ref_cnt(block_id)} references but {held[block_id]} holders"
                 )
+
+    def _hash(self, request: Request, num_blocks: int) -> None:
+        for hashes, key in zip(request.block_hashes, self._keys, strict=False):
+            extend_block_hashes(hashes, request.token_ids, num_blocks, self.block_size, key)
+        for key in self._keys[len(request.block_hashes) :]:
+            hashes = []
+            extend_block_hashes(hashes, request.token_ids, num_blocks, self.block_size, key)
+            request.block_hashes.append(hashes)

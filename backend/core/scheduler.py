@@ -9,7 +9,7 @@ first catch up with the second under a token budget (the idea of vLLM's v1 sched
 - What is left goes to prompts, first come first served. A long one (more than half the budget) takes at most half of what
   is left while another waits behind it, so that short ones are not held up; what then stays unused goes back to it.
 - A request is admitted, first come first served, only when the pool can hold all its tokens so far beside what the
-  running ones still need for theirs.
+  running ones still need for theirs. It begins with the blocks that the prefix cache has of it.
 - When the pool is exhausted, the request admitted last gives up its blocks and waits at the head of the queue; its tokens
   are kept and recomputed.
 
@@ -127,7 +127,7 @@ class Scheduler:
         kept = 0
         if len(decodes) >= plan.budget:
             decodes = sorted(decodes, key=attrgetter("last_scheduled_step"))
-            if plan.num_prompts or (self._may_admit() and self._head_fits(self._owed_blocks())):
+            if plan.num_prompts or (self._may_admit() and self._next_fits()):
                 kept = 1 if plan.budget > 1 else self._step % 2  # a budget of one token serves both kinds in turn
         num_tokens = plan.num_tokens
         for request in decodes:
@@ -168,11 +168,17 @@ class Scheduler:
             bool(self.waiting) and len(self.running) < self.max_num_seqs and self.waiting[0].num_placeholder_tokens == 0
         )
 
-    def _head_fits(self, owed: int) -> bool:
-        """Whether the pool holds the next request beside the `owed` blocks."""
+    def _next_fits(self) -> bool:
+        computed_blocks, _ = self.kv_cache_manager.get_computed_blocks(self.waiting[0])
+        return self._head_fits(self._owed_blocks(), computed_blocks)
+
+    def _head_fits(self, owed: int, computed_blocks: list[list[int]]) -> bool:
+        """Whether the pool holds the next request beside the `owed` blocks; what it shares with others is there."""
         manager = self.kv_cache_manager
-        room = manager.pool.num_free_blocks + manager.pool.num_evictable_blocks
-        return owed + manager.blocks_needed(self.waiting[0].num_tokens) <= room
+        pool = manager.pool
+        num_shared = sum(pool.ref_cnt(block_id) > 0 for blocks in computed_blocks for block_id in blocks)
+        room = pool.num_free_blocks + pool.num_evictable_blocks
+        return owed + manager.blocks_needed(self.waiting[0].num_tokens) - num_shared <= room
 
     def _owed_blocks(self) -> int:
         """Blocks that running requests still need for the tokens they have, those on their way included."""
@@ -190,9 +196,13 @@ class Scheduler:
         owed: int | None = None
         while plan.budget > 0 and self._may_admit():
             owed = self._owed_blocks() if owed is None else owed
-            if not self._head_fits(owed):
-                return
             request = self.waiting[0]
+            computed_blocks, num_cached = manager.get_computed_blocks(request)
+            if not self._head_fits(owed, computed_blocks):
+                return
+            manager.take_computed_blocks(request, computed_blocks)
+            if request.num_preemptions == 0 and manager.caches_prefixes:
+                request.num_cached_tokens = num_cached
             num_tokens = self._share(plan, request, plan.num_prompts)
             allocation = manager.allocate_slots(request, num_tokens)
             if allocation is None:
@@ -203,7 +213,8 @@ class Scheduler:
             self.running.append(request)
             plan.num_prompts += num_needed(request) > 1
             plan.admitted.append(request)
-            plan.add(request, num_tokens, allocation.block_ids)
+            held = [shared + new for shared, new in zip(computed_blocks, allocation.block_ids, strict=True)]
+            plan.add(request, num_tokens, held)
 
     def _spend_rest(self, plan: StepPlan) -> None:
         """Hand what nobody else wanted to the prompts that had been held to a share."""
@@ -246,6 +257,10 @@ class Scheduler:
         return sampled
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        if reason == "error":
+            self.kv_cache_manager.uncache_blocks(request)
+        elif request.next_cache_at <= request.num_computed_tokens:
+            self.kv_cache_manager.cache_blocks(request)
         self.kv_cache_manager.free(request)
         if request.status == "running":
             self.running.remove(request)
@@ -273,6 +288,8 @@ class Scheduler:
         for request, num_tokens in rows.items():
             request.last_scheduled_step = step
             request.num_computed_tokens = computed = request.num_computed_tokens + num_tokens
+            if computed >= request.next_cache_at:
+                self.kv_cache_manager.cache_blocks(request)
             if computed == len(request.token_ids) + request.num_placeholder_tokens:
                 request.num_placeholder_tokens += 1
                 sampled.append(request)

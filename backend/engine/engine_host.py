@@ -99,6 +99,26 @@ class EngineHost:
     def reset_peak_memory(self) -> None:
         self._call(lambda: self._require().engine.executor.reset_peak())
 
+    def reset_prefix_cache(self) -> int:
+        """Forget the KV that earlier requests left; how many tokens it was."""
+        return self._call(lambda: self._require().engine.reset_prefix_cache())
+
+    def num_cached_tokens(self) -> int:
+        """Tokens whose KV earlier requests left."""
+        return self._call(lambda: self._require().engine.num_cached_tokens)
+
+    def execute(self, function: Callable[[], T]) -> T:
+        """Run `function`, which may use the device, on the host's thread; wait for what it returns or raises.
+
+        The host does nothing else until then: requests that are submitted meanwhile wait, and so does `close`.
+        Raises `EngineError`, with nothing run, while requests are under way and once the host is closing.
+        """
+        return self._call(lambda: self._execute(function))
+
+    def unload(self) -> None:
+        """Close the loaded engine, if there is one, and give its device memory back. Raises as `execute`."""
+        self._call(lambda: self._execute(lambda: self._unload("the model was unloaded")))
+
     def memory(self) -> MemoryUse:
         """What the engine holds now; zeros when nothing is loaded."""
         loaded = self._loaded
@@ -132,9 +152,12 @@ class EngineHost:
 
     def _put(self, command: Callable[[], None]) -> None:
         with self._gate:
-            if self._closing:
-                raise EngineError("the engine is closed")
+            self._check_open()
             self._commands.put(command)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise EngineError("the engine is closed")
 
     # Everything below runs on the host's thread.
 
@@ -185,6 +208,14 @@ class EngineHost:
             listener = self._listeners.pop(event.request_id)
         _tell(listener, event)
 
+    def _execute(self, function: Callable[[], T]) -> T:
+        self._check_open()
+        if self._listeners:
+            raise EngineError(f"the engine is busy; requests under way: {len(self._listeners):,}")
+        if self._loaded is not None:
+            self._step(self._loaded.engine.drain)  # steps whose requests have all ended
+        return function()
+
     def _set_sink(self, sink: StatsSink | None) -> None:
         self._step(self._require().engine.drain)
         self._require().engine.set_sink(sink)
@@ -194,8 +225,7 @@ class EngineHost:
     def _load(self, config: EngineConfig, on_phase: Callable[[Phase], None]) -> EngineInfo:
         from backend.engine.loading import load_engine, model_fingerprint  # torch comes in here, and not before
 
-        if self._closing:
-            raise EngineError("the engine is closed")
+        self._check_open()
         identity = (config, model_fingerprint(config.model.name))
         if self._loaded is not None and self._identity == identity:
             return self._loaded.info

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import compress
 
 from backend.config import EngineConfig
+from backend.core.block_hash import BlockHash
 from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
 from backend.core.output import PendingOutput, SchedulerOutput
 from backend.core.scheduler import Scheduler
@@ -46,6 +47,7 @@ class LLMEngine:
     kv_groups: shapes of the model's KV.
     vocab_size: ids a prompt may hold.
     eos_token_ids: end a request unless it ignores them.
+    prefix_key: of the prefix cache, see `KVCacheManager`; None when there is none.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class LLMEngine:
         kv_groups: list[KVGroupSpec],
         vocab_size: int,
         eos_token_ids: frozenset[int],
+        prefix_key: BlockHash | None = None,
     ) -> None:
         cache, scheduler, model = config.cache, config.scheduler, config.model
         if cache.num_blocks is None or scheduler.max_num_seqs is None or scheduler.max_num_batched_tokens is None:
@@ -64,7 +67,7 @@ class LLMEngine:
             raise EngineError("the engine needs a resolved config: model.max_model_len is not filled in")
         self.executor = executor
         self.scheduler = Scheduler(
-            KVCacheManager(cache.num_blocks, cache.block_size, kv_groups),
+            KVCacheManager(cache.num_blocks, cache.block_size, kv_groups, prefix_key),
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_model_len=model.max_model_len,
@@ -118,6 +121,15 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether there is something to `step` for, a result that nobody waits for any more included."""
         return bool(self._in_flight) or self.scheduler.has_unfinished_requests()
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that the prefix cache holds."""
+        return self.scheduler.kv_cache_manager.num_cached_tokens
+
+    def reset_prefix_cache(self) -> int:
+        """Forget what has been computed, but for the requests under way; how many tokens the cache held."""
+        return self.scheduler.kv_cache_manager.reset_prefix_cache()
 
     def set_sink(self, sink: StatsSink | None) -> None:
         """Send the records of following steps to `sink`, numbered from 0; the old sink gets the rest of its ledger.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from backend.config import EngineConfig
+from backend.core.block_hash import BlockHash, prefix_key
 from backend.engine.llm_engine import LLMEngine
 from backend.errors import CapacityError, ConfigError
 from backend.metrics.stats import Phase
@@ -80,7 +81,13 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
         raise
     eos_token_ids = decoder_config.eos_token_ids | tokenizer.eos_token_ids
     engine = LLMEngine(
-        resolved, InProcessExecutor(runner), tokenizer, [runner.kv_group], decoder_config.vocab_size, eos_token_ids
+        resolved,
+        InProcessExecutor(runner),
+        tokenizer,
+        [runner.kv_group],
+        decoder_config.vocab_size,
+        eos_token_ids,
+        _prefix_key(resolved, source, decoder_config),
     )
     memory = runner.memory()
     info = EngineInfo(
@@ -97,6 +104,20 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
         notices=(*loaded.notices, *notices),
     )
     return LoadedEngine(engine, tokenizer, info)
+
+
+def _prefix_key(resolved: EngineConfig, source: ModelSource, decoder_config: DecoderConfig) -> BlockHash | None:
+    """All that decides the KV of a token besides the tokens before it; None when the cache is off."""
+    if not resolved.cache.enable_prefix_caching:
+        return None
+    return prefix_key(
+        source=repr(source),
+        model=asdict(decoder_config),
+        revision=resolved.model.revision,
+        dtype=resolved.model.dtype,
+        kv_dtype=resolved.cache.dtype,
+        quantization=resolved.quantization.to_dict(),
+    )
 
 
 def _read_decoder_config(source: ModelSource) -> DecoderConfig:

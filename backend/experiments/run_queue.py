@@ -52,13 +52,18 @@ class RunHost(Protocol):
     def set_sink(self, sink: StatsSink | None) -> None: ...
     def memory(self) -> MemoryUse: ...
     def reset_peak_memory(self) -> None: ...
+    def unload(self) -> None: ...
+    def execute(self, function: Callable[[], RunEnd]) -> RunEnd: ...
 
 
 class Task(Protocol):
     """What a run does that sends no workload to the engine, such as the kernel lab's."""
 
     def __call__(self, sink: StatsSink, cancel: threading.Event) -> RunEnd:
-        """Do all of it, telling `sink` everything but the end; return soon after `cancel` is set."""
+        """Do all of it, telling `sink` everything but the end; return soon after `cancel` is set.
+
+        It is called on the thread that owns the device, with no engine loaded.
+        """
         ...
 
 
@@ -135,7 +140,10 @@ class RunQueue:
         self._enqueue(_WorkloadJob(run_id, live, group, config, workload, in_flight, peaks, problem))
 
     def submit_task(self, run_id: int, task: Task, sinks: Sequence[StatsSink]) -> None:
-        """Queue a run that is no workload: no other run goes on beside it. Returns and raises as `submit`."""
+        """Queue a run that is no workload and has the device to itself: the engine is unloaded before.
+
+        Returns and raises as `submit`.
+        """
         live = LiveRun(run_id)
         self._enqueue(_TaskJob(run_id, live, SinkGroup((*sinks, live)), task))
 
@@ -235,7 +243,8 @@ class RunQueue:
 
     def _execute(self, job: _Job) -> RunEnd:
         if isinstance(job, _TaskJob):
-            return job.task(job.sinks, job.cancel)
+            self._host.unload()
+            return self._host.execute(lambda: job.task(job.sinks, job.cancel))
         assert isinstance(job, _WorkloadJob)
         if job.problem is not None:
             raise job.problem
@@ -246,6 +255,7 @@ class RunQueue:
         if job.cancel.is_set():
             raise _Cancelled
         self._host.reset_peak_memory()
+        cache_state = self._cache_state(job.workload)
         surroundings = environment(info.resolved_config.kernels.cpu_threads)
         load = {**info.load, "model": dict(info.model), "prompts_sha256": prompts_digest(requests)}
         job.sinks.on_run_start(
@@ -255,7 +265,7 @@ class RunQueue:
                 environment=surroundings,
                 load=load,
                 notices=info.notices,
-                cache_state={"state": "cold", "num_cached_tokens": 0},
+                cache_state=cache_state,
                 num_requests=len(requests),
             )
         )
@@ -298,6 +308,13 @@ class RunQueue:
         if job.cancel.is_set():
             raise _Cancelled
         return info
+
+    def _cache_state(self, workload: Workload) -> dict[str, Any]:
+        """What the run finds in the prefix cache, after its reset if it asks for one."""
+        if workload.reset_prefix_cache:
+            self._host.reset_prefix_cache()
+        num_cached_tokens = self._host.num_cached_tokens()
+        return {"state": "warm" if num_cached_tokens else "cold", "num_cached_tokens": num_cached_tokens}
 
     def _summarize(self, job: _WorkloadJob, result: WorkloadResult) -> RunEnd:
         job.sinks.on_phase(Phase("writing"))

@@ -314,7 +314,7 @@ def summarize(
         e2el_ms=distribution(e2el_ms(request) for request in finished),
         kv_cache_usage_max=kv_cache_usage_max,
         preemptions=_sum_known(request.num_preemptions for request in measured),
-        prefix_cache_hit_rate=None,
+        prefix_cache_hit_rate=_hit_rate(measured),
         draft_acceptance_rate=None,
         mean_acceptance_length=None,
         peak_memory_bytes=peak_memory_bytes,
@@ -324,6 +324,13 @@ def summarize(
 def summary_to_dict(summary: RunSummary) -> dict[str, Any]:
     """Nested plain data for JSON: what does not exist is None, never NaN."""
     return asdict(summary)
+
+
+def _hit_rate(requests: Iterable[RequestStats]) -> float | None:
+    """Cached / looked up prompt tokens of the requests that looked; None where none did."""
+    looked_up = [it for it in requests if it.num_cached_tokens is not None and it.num_prompt_tokens]
+    num_tokens = sum(it.num_prompt_tokens or 0 for it in looked_up)
+    return sum(it.num_cached_tokens or 0 for it in looked_up) / num_tokens if num_tokens else None
 
 
 def _ms_between(start: float | None, end: float | None) -> float | None:

@@ -148,4 +148,7 @@ class Workload(Settings):
     sampling: SamplingSettings = SamplingSettings()
     slo: ServiceLevel = ServiceLevel()
     warmup_requests: int = Field(1, ge=0, le=1000, description="Run first and left out of every figure.")
+    reset_prefix_cache: bool = Field(
+        True, description="Start without the KV of earlier runs, so that figures do not depend on them."
+    )
     seed: int = Field(0, ge=0, lt=2**63)

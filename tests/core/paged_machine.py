@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from backend.core.block_hash import prefix_key
 from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
 from backend.core.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
 from backend.core.scheduler import Scheduler
@@ -89,9 +90,11 @@ class Lab:
     max_num_batched_tokens: int = 64
     max_model_len: int | None = None
     ahead: int = 0
+    prefix_caching: bool = False
 
     def __post_init__(self) -> None:
-        self.manager = KVCacheManager(self.num_blocks, self.block_size, [KVGroupSpec(1, 1, 1, 1)])
+        key = prefix_key(model="a machine") if self.prefix_caching else None
+        self.manager = KVCacheManager(self.num_blocks, self.block_size, [KVGroupSpec(1, 1, 1, 1)], key)
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=self.max_num_seqs,
@@ -160,7 +163,9 @@ class Lab:
             if not self.scheduler.has_unfinished_requests():
                 while self.in_flight:
                     assert self.complete() == []
-                assert self.manager.pool.num_free_blocks == self.num_blocks
+                pool = self.manager.pool
+                assert pool.num_free_blocks + pool.num_evictable_blocks == self.num_blocks
+                assert self.prefix_caching or not pool.num_evictable_blocks
                 return self.tokens
             self.step()
         raise AssertionError(f"not drained after {limit} steps")

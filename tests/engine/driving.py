@@ -63,7 +63,7 @@ def check_idle(host: EngineHost) -> None:
     def check() -> None:
         manager = host._require().engine.scheduler.kv_cache_manager
         manager.check_integrity()
-        assert manager.pool.num_free_blocks == manager.pool.num_blocks
+        assert manager.pool.num_referenced_blocks == 0
         assert not host._listeners
 
     host._call(check)

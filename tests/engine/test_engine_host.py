@@ -3,7 +3,9 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from backend.engine.engine_host import EngineHost
 from backend.engine.in_process_target import InProcessTarget
 from backend.errors import CapacityError, ConfigError, EngineError, ModelError, RequestError
 from backend.metrics.ledger import LEDGER_KIND, decode_chunk
-from backend.metrics.stats import StepStats
+from backend.metrics.stats import MemoryUse, StepStats
 from backend.sampling_params import SamplingParams
 from backend.workload.targets import Prompt, StreamEvent
 from tests.engine.driving import Answer, answers, check_idle, config_of, submit, tokens
@@ -223,6 +225,87 @@ def test_loading_another_model_ends_what_is_in_flight(host: EngineHost, tiny_lla
     if answer.finish_reason == "error":
         assert answer.last.error == "another model was loaded"
     check_idle(host)
+
+
+def test_a_function_runs_between_steps_on_the_thread_of_the_steps(host: EngineHost, tiny_llama: Path) -> None:
+    host.load(config_of(tiny_llama))
+    stepping: Future[threading.Thread] = Future()
+    host.submit("a", [1], SamplingParams(max_tokens=1), lambda event: stepping.set_result(threading.current_thread()))
+    owner = stepping.result(30)
+    assert owner is not threading.current_thread()
+    assert host.execute(threading.current_thread) is owner
+
+    def fail() -> None:
+        raise ConfigError("no such op")
+
+    with pytest.raises(ConfigError, match="no such op"):
+        host.execute(fail)
+    gate, ran = threading.Event(), threading.Event()
+    holder = threading.Thread(target=host.execute, args=(lambda: ran.set() or gate.wait(30),))
+    holder.start()
+    assert ran.wait(30)
+    waiting = submit(host, "b", [1], max_tokens=3, ignore_eos=True)
+    assert not waiting.done.wait(0.1), "a step beside the function"
+    gate.set()
+    holder.join()
+    assert waiting.finish_reason == "length"
+
+
+def test_no_function_runs_beside_requests(host: EngineHost, tiny_llama: Path) -> None:
+    host.load(config_of(tiny_llama))
+    ran: list[int] = []
+    answer = submit(host, "a", [1], max_tokens=900, ignore_eos=True)
+    with pytest.raises(EngineError, match="requests under way: 1"):
+        host.execute(lambda: ran.append(1))
+    with pytest.raises(EngineError, match="requests under way: 1"):
+        host.unload()
+    host.abort("a")
+    assert answer.finish_reason == "abort"
+    assert (ran, host.state) == ([], "ready")
+    host.execute(lambda: ran.append(1))  # the steps that the abort left behind are over by then
+    assert ran == [1]
+    check_idle(host)
+
+
+def test_unloading_frees_the_engine_and_the_same_config_loads_again(host: EngineHost, tiny_llama: Path) -> None:
+    first = host.load(config_of(tiny_llama))
+    engine = weakref.ref(host._require().engine)
+    host.unload()
+    assert (host.state, host.info, engine()) == ("empty", None, None)
+    assert host.memory() == MemoryUse(0, 0, None, None)
+    host.unload()
+    assert host.load(config_of(tiny_llama)) is not first
+    assert len(tokens(host, {"a": [1]}, max_tokens=3, ignore_eos=True)["a"]) == 3
+
+
+def test_nothing_runs_on_a_closed_host() -> None:
+    host = EngineHost()
+    started, gate, outcome = threading.Event(), threading.Event(), list[str]()
+    threading.Thread(target=host.execute, args=(lambda: started.set() or gate.wait(30),)).start()
+    assert started.wait(30)
+
+    def late() -> None:
+        try:
+            host.execute(lambda: outcome.append("ran"))
+        except EngineError as error:
+            outcome.append(str(error))
+
+    waiting = threading.Thread(target=late)
+    waiting.start()
+    while host._commands.empty():
+        time.sleep(0.001)
+    closing = threading.Thread(target=host.close)
+    closing.start()
+    while not host._closing:
+        time.sleep(0.001)
+    gate.set()
+    closing.join()
+    waiting.join()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        host.execute(lambda: outcome.append("ran"))
+    with pytest.raises(EngineError, match="the engine is closed"):
+        host.unload()
+    assert outcome == ["the engine is closed"]
 
 
 class FailingExecutor:

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import kernels.benchmark as benchmark
+from backend.config import EngineConfig
+from backend.engine.engine_host import EngineHost
 from backend.errors import ConfigError, EngineError, ServeLabError
 from backend.experiments import kernel_check, kernel_lab
 from backend.experiments.kernel_config import KernelLabConfig
@@ -22,6 +24,8 @@ from backend.experiments.kernel_results import compare_timings, left_out, timing
 from backend.experiments.run_queue import RunQueue
 from backend.metrics.live import LiveRun
 from backend.metrics.stats import Phase, RunEnd, StatsSink
+from backend.sampling_params import SamplingParams
+from backend.workload.targets import StreamEvent
 from kernels import attention_lengths
 from kernels.limits import Limits
 from kernels.registry import REGISTRY
@@ -204,15 +208,15 @@ def test_cancelling_ends_the_process() -> None:
 # In the queue
 
 
-class Host:
-    """No engine."""
-
-    state = "empty"
+@pytest.fixture
+def host() -> Iterator[EngineHost]:
+    host = EngineHost()
+    yield host
+    host.close()
 
 
 @pytest.fixture
-def queue() -> Iterator[RunQueue]:
-    host: Any = Host()
+def queue(host: EngineHost) -> Iterator[RunQueue]:
     queue = RunQueue(host)
     yield queue
     queue.close()
@@ -257,6 +261,40 @@ def test_a_task_is_cancelled_and_one_that_raises_has_failed(queue: RunQueue) -> 
     assert queue.cancel(1)
     ends = [queue.wait(run_id, 5) for run_id in (1, 2)]
     assert [(end.status, end.error) for end in ends if end] == [("cancelled", None), ("failed", "no room")]
+
+
+def test_a_task_has_the_device_and_its_thread_to_itself(host: EngineHost, queue: RunQueue) -> None:
+    config = EngineConfig().with_overrides({"model.name": "dummy:tiny", "model.device": "cpu"})
+    first = host.load(config)
+    seen: list[object] = []
+
+    def task(sink: StatsSink, cancel: threading.Event) -> RunEnd:
+        seen.extend((threading.current_thread(), host.state, host.memory().weights_bytes))
+        return RunEnd("finished", time.perf_counter())
+
+    queue.submit_task(1, task, ())
+    end = queue.wait(1, 30)
+    assert end is not None
+    assert end.status == "finished"
+    assert seen == [host.execute(threading.current_thread), "empty", 0]
+    assert host.load(config) is not first
+
+
+def test_a_task_is_refused_while_somebody_elses_requests_are_under_way(host: EngineHost, queue: RunQueue) -> None:
+    host.load(EngineConfig().with_overrides({"model.name": "dummy:tiny", "model.device": "cpu"}))
+    ended = threading.Event()
+
+    def take(event: StreamEvent) -> None:
+        if event.finish_reason is not None:
+            ended.set()
+
+    host.submit("a", [1], SamplingParams(max_tokens=1000, ignore_eos=True), take)
+    queue.submit_task(1, lambda sink, cancel: RunEnd("finished", 0.0), ())
+    end = queue.wait(1, 30)
+    assert end is not None
+    assert (end.status, end.error) == ("failed", "the engine is busy; requests under way: 1")
+    host.abort("a")
+    assert ended.wait(30)
 
 
 # Stored results

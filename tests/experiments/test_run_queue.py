@@ -53,6 +53,7 @@ class Host:
         self.may_load.set()
         self.hold = threading.Event()
         self.die_at_step: int | None = None
+        self.cached_tokens = 0
         self._lock = threading.Lock()
         self._sink: StatsSink | None = None
         self._requests: dict[str, list[Any]] = {}
@@ -82,7 +83,18 @@ class Host:
     def memory(self) -> MemoryUse:
         return MemoryUse(300, 200, 1000, 5000)
 
+    def reset_prefix_cache(self) -> int:
+        dropped, self.cached_tokens = self.cached_tokens, 0
+        return dropped
+
+    def num_cached_tokens(self) -> int:
+        return self.cached_tokens
+
     def reset_peak_memory(self) -> None: ...
+    def unload(self) -> None: ...
+
+    def execute(self, function: Callable[[], RunEnd]) -> RunEnd:
+        return function()
 
     def submit(
         self,
@@ -281,6 +293,17 @@ def test_runs_take_turns_and_share_a_loaded_model(host: Host, queue: RunQueue):
     assert queue.queued() == ()
     assert queue.live(0) is None
     assert queue.wait(99) is None
+
+
+@pytest.mark.parametrize(
+    ("reset", "state"),
+    [(True, {"state": "cold", "num_cached_tokens": 0}), (False, {"state": "warm", "num_cached_tokens": 640})],
+)
+def test_a_run_says_what_it_found_in_the_cache(host: Host, queue: RunQueue, reset: bool, state: dict[str, Any]):
+    host.cached_tokens, sink = 640, Sink()
+    queue.submit(1, EngineConfig(), workload(1, reset_prefix_cache=reset), [sink])
+    assert queue.wait(1, 10)
+    assert sink.of("start")[0].cache_state == state
 
 
 def test_a_second_submit_of_a_run_is_refused(host: Host, queue: RunQueue):
