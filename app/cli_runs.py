@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from app import formatting, terminal
+from app.cli_ledger import ledger
 from app.cli_options import JsonOption, RunArgument, RunsArgument, run_ids
 from app.cli_output import OutputFile
 from app.cli_summary import print_summaries
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 _TABLE_ROWS = 50
 _MAX_LIMIT = 10**9
 
-runs = typer.Typer(help="List, show and delete stored runs.", no_args_is_help=True)
+runs = typer.Typer(help="List, show and delete stored runs; read their step ledgers.", no_args_is_help=True)
+runs.command()(ledger)
 
 
 @runs.command("list")

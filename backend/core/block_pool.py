@@ -50,6 +50,9 @@ class BlockPool:
         """Blocks whose content can be found, referenced or not."""
         return len(self._hash_of)
 
+    def cached_blocks(self) -> list[int]:
+        return list(self._hash_of)
+
     def ref_cnt(self, block_id: int) -> int:
         return self._ref_cnt[block_id]
 

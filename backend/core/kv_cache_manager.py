@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from backend.core.block_events import BlockEvent, BlockEventKind, PoolState
 from backend.core.block_hash import BlockHash, extend_block_hashes
 from backend.core.block_pool import NULL_BLOCK, BlockPool
 from backend.request import NEVER, Request
@@ -59,6 +60,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks)
         self._num_groups = len(groups)
         self._block_ids: dict[str, list[list[int]]] = {}
+        self._events: list[BlockEvent] | None = None
         # A chain for each group: the same tokens have other KV there.
         self._keys = [prefix_key + bytes([group]) for group in range(len(groups))] if prefix_key is not None else []
 
@@ -101,8 +103,9 @@ class KVCacheManager:
 
     def take_computed_blocks(self, request: Request, block_ids: list[list[int]]) -> None:
         """Begin a request that holds nothing with the blocks that `get_computed_blocks` has just found."""
-        for blocks in block_ids:
+        for group, blocks in enumerate(block_ids):
             self.pool.share(blocks)
+            self._log("share", blocks, request, group)
         self._block_ids[request.request_id] = [list(blocks) for blocks in block_ids]
         request.num_computed_tokens = request.num_slots = len(block_ids[0]) * self.block_size
         if self._keys:
@@ -122,9 +125,11 @@ class KVCacheManager:
         taken = self.pool.allocate(missing * self._num_groups)
         if taken is None:
             return None
+        self._log("evict", taken.evicted)
         new_block_ids = [taken.block_ids[group * missing : (group + 1) * missing] for group in range(self._num_groups)]
-        for blocks, more in zip(held, new_block_ids, strict=True):
+        for group, (blocks, more) in enumerate(zip(held, new_block_ids, strict=True)):
             blocks.extend(more)
+            self._log("allocate", more, request, group)
         self._block_ids[request.request_id] = held
         request.num_slots = len(held[0]) * self.block_size
         return KVAllocation(new_block_ids)
@@ -139,26 +144,51 @@ class KVCacheManager:
         self._hash(request, num_blocks)
         held = self._block_ids[request.request_id]
         for blocks, hashes in zip(held, request.block_hashes, strict=True):
-            for index in range(first, num_blocks):
-                self.pool.cache(blocks[index], hashes[index])
+            pairs = [(blocks[index], hashes[index]) for index in range(first, num_blocks)]
+            self._log("cache", [block_id for block_id, block_hash in pairs if self.pool.cache(block_id, block_hash)])
         request.next_cache_at = max(first, num_blocks) * self.block_size + self.block_size
 
     def uncache_blocks(self, request: Request) -> None:
         """Let none of the request's blocks be found any more: what they hold is not to be used again."""
         for blocks in self._block_ids.get(request.request_id, ()):
-            self.pool.uncache(blocks)
+            self._log("uncache", self.pool.uncache(blocks))
 
     def reset_prefix_cache(self) -> int:
         """Forget what every block holds, also of those in use; the tokens that could be found until now."""
-        return self.pool.reset() // self._num_groups * self.block_size
+        num_tokens = self.num_cached_tokens
+        if self.pool.reset() and self._events is not None:
+            self._events.append(BlockEvent("uncache", None, 0, []))
+        return num_tokens
 
     def free(self, request: Request) -> None:
         """Give back all blocks of a request; one that holds none is ignored."""
         request.num_slots = 0
         request.next_cache_at = NEVER
-        for blocks in self._block_ids.pop(request.request_id, ()):
+        held = self._block_ids.pop(request.request_id, ())
+        for blocks in held:
             # Last block first, so that a prompt's beginning stays longest in the queue.
             self.pool.free(blocks[::-1])
+        if held and self._events is not None:
+            self._events.append(BlockEvent("free", request.request_id, 0, []))
+
+    def log_events(self, on: bool) -> None:
+        """Keep what happens to blocks for `take_events`, or do not."""
+        self._events = [] if on else None
+
+    def take_events(self) -> list[BlockEvent]:
+        """What has happened since the last call, in order; nothing while nothing is kept."""
+        events = self._events
+        if not events:
+            return []
+        self._events = []
+        return events
+
+    def state(self) -> PoolState:
+        """Every block that is not free: from here on, events tell the rest."""
+        return PoolState(
+            {key: [list(blocks) for blocks in groups] for key, groups in self._block_ids.items()},
+            self.pool.cached_blocks(),
+        )
 
     def snapshot(self) -> KVCacheSnapshot:
         return KVCacheSnapshot(
@@ -183,6 +213,10 @@ class KVCacheManager:
                 raise RuntimeError(
                     f"block {block_id} has {self.pool.ref_cnt(block_id)} references but {held[block_id]} holders"
                 )
+
+    def _log(self, kind: BlockEventKind, block_ids: list[int], request: Request | None = None, group: int = 0) -> None:
+        if block_ids and self._events is not None:
+            self._events.append(BlockEvent(kind, request.request_id if request else None, group, list(block_ids)))
 
     def _hash(self, request: Request, num_blocks: int) -> None:
         for hashes, key in zip(request.block_hashes, self._keys, strict=False):

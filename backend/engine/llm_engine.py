@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from itertools import compress
 
 from backend.config import EngineConfig
+from backend.core.block_events import BlockEvent, PoolState
 from backend.core.block_hash import BlockHash
-from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
+from backend.core.kv_cache_manager import KVGroupSpec
+from backend.core.kv_layouts import length_limit
 from backend.core.output import PendingOutput, SchedulerOutput
-from backend.core.scheduler import Scheduler
+from backend.core.scheduler_factory import make_scheduler
 from backend.engine.output_processor import OutputProcessor
 from backend.errors import EngineError, RequestError
-from backend.metrics.ledger import LEDGER_KIND, LedgerChunk, StepLedger
+from backend.metrics.ledger import KEY_FRAME_STEPS, LEDGER_KIND, LedgerChunk, StepLedger
 from backend.metrics.stats import StatsSink, StepStats
 from backend.request import Request
 from backend.sampling_params import SamplingParams
@@ -38,6 +40,8 @@ class _Step:
     started: float  # to be scheduled
     submitted: float
     blocks: tuple[int, int, int]  # referenced, evictable, free
+    events: list[BlockEvent]  # of blocks, since the step before
+    key_frame: PoolState | None  # the pool after them
 
 
 class LLMEngine:
@@ -60,18 +64,9 @@ class LLMEngine:
         eos_token_ids: frozenset[int],
         prefix_key: BlockHash | None = None,
     ) -> None:
-        cache, scheduler, model = config.cache, config.scheduler, config.model
-        if cache.num_blocks is None or scheduler.max_num_seqs is None or scheduler.max_num_batched_tokens is None:
-            raise EngineError("the engine needs a resolved config: cache.num_blocks or scheduler.* is not filled in")
-        if model.max_model_len is None:
-            raise EngineError("the engine needs a resolved config: model.max_model_len is not filled in")
         self.executor = executor
-        self.scheduler = Scheduler(
-            KVCacheManager(cache.num_blocks, cache.block_size, kv_groups, prefix_key),
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=model.max_model_len,
-        )
+        self.scheduler = make_scheduler(config, kv_groups, prefix_key)
+        self._length_limit = length_limit(config)
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._output_processor = OutputProcessor(tokenizer)
@@ -79,8 +74,9 @@ class LLMEngine:
         self._ledger = StepLedger()
         self._ledger_time = 0.0  # of the first step since the last chunk
         self._step = 0
+        self._num_submitted = 0  # steps, since the sink was set
         self._in_flight: deque[_Step] = deque()
-        self._max_ahead = 1 if scheduler.async_scheduling else 0  # steps in flight beside the one that is waited for
+        self._max_ahead = 1 if config.scheduler.async_scheduling else 0  # steps in flight beside the one that is waited for
         self._last_result = self._last_end = 0.0  # of the step before
 
     def check_request(self, token_ids: list[int], sampling: SamplingParams) -> None:
@@ -91,7 +87,7 @@ class LLMEngine:
         if len(token_ids) >= limit:
             raise RequestError(
                 f"the prompt has {len(token_ids):,} tokens, but prompt and output together may have {limit:,} "
-                f"(model.max_model_len, cut to what the KV cache holds)"
+                f"({self._length_limit})"
             )
         highest, lowest = max(token_ids), min(token_ids)
         if lowest < 0 or highest >= self._vocab_size:
@@ -105,11 +101,17 @@ class LLMEngine:
                     f"stop_token_ids holds {token_id}, which is not in the vocabulary: ids go from 0 to {self._vocab_size - 1}"
                 )
 
-    def add_request(self, request_id: str, token_ids: list[int], sampling: SamplingParams, arrival_time: float) -> None:
-        """Queue a request that `check_request` has passed. Raises `RequestError` for an id already in use."""
+    def add_request(
+        self, request_id: str, token_ids: list[int], sampling: SamplingParams, arrival_time: float, priority: int = 0
+    ) -> None:
+        """Queue a request that `check_request` has passed. Raises `RequestError` for an id already in use.
+
+        Args:
+            priority: lower runs first, under `scheduler.policy = "priority"`.
+        """
         if request_id in self.scheduler.requests:
             raise RequestError(f"request id {request_id!r} is already in use by an unfinished request")
-        request = Request(request_id, token_ids, sampling, self._eos_token_ids, arrival_time)
+        request = Request(request_id, token_ids, sampling, self._eos_token_ids, arrival_time, priority)
         self.scheduler.add_request(request)
         self._output_processor.add_request(request)
 
@@ -138,7 +140,8 @@ class LLMEngine:
         """
         self._emit_chunk(self._ledger.flush())
         self._sink = sink
-        self._step = 0
+        self._step = self._num_submitted = 0
+        self.scheduler.kv_cache_manager.log_events(sink is not None)
 
     def step(self) -> list[StreamEvent]:
         """One iteration over the unfinished requests; what it yielded, in batch order.
@@ -164,6 +167,7 @@ class LLMEngine:
     def _submit(self) -> _Step | None:
         """Hand the next step to the executor; None when none can be scheduled."""
         started = time.perf_counter()
+        manager = self.scheduler.kv_cache_manager
         scheduled = self.scheduler.schedule()
         if not scheduled.num_scheduled_tokens and not scheduled.preempted_request_ids:
             return None
@@ -171,10 +175,16 @@ class LLMEngine:
             request = self.scheduler.requests[new.request_id]
             if request.scheduled_time is None:
                 request.scheduled_time = started
-        pool = self.scheduler.kv_cache_manager.pool
+        is_key = self._sink is not None and self._num_submitted % KEY_FRAME_STEPS == 0
+        key_frame = manager.state() if is_key else None
+        self._num_submitted += 1
+        pool = manager.pool
         blocks = (pool.num_referenced_blocks, pool.num_evictable_blocks, pool.num_free_blocks)
+        events = manager.take_events()
+        if scheduled.preempted_request_ids:
+            events = _name_preemptions(events, frozenset(scheduled.preempted_request_ids))
         submitted = time.perf_counter()  # before: an executor may carry the step out at once
-        return _Step(scheduled, self.executor.submit(scheduled), started, submitted, blocks)
+        return _Step(scheduled, self.executor.submit(scheduled), started, submitted, blocks, events, key_frame)
 
     def _complete(self, step: _Step) -> list[StreamEvent]:
         output = step.pending.result()
@@ -196,7 +206,9 @@ class LLMEngine:
         num_tokens, kinds = scheduled.num_scheduled_tokens, scheduled.kinds.values()
         total = sum(num_tokens.values())
         decoded = sum(compress(num_tokens.values(), map("decode".__eq__, kinds)))
-        self._emit_chunk(self._ledger.append(self._step, num_tokens, num_tokens.values(), kinds))
+        self._emit_chunk(
+            self._ledger.append(self._step, num_tokens, num_tokens.values(), kinds, step.events, step.key_frame)
+        )
         end = time.perf_counter()
         if self._ledger.num_steps == 1:
             self._ledger_time = step.started
@@ -228,3 +240,11 @@ class LLMEngine:
     def _emit_chunk(self, chunk: LedgerChunk | None) -> None:
         if chunk is not None and self._sink is not None:
             self._sink.on_chunk(LEDGER_KIND, *chunk)
+
+
+def _name_preemptions(events: list[BlockEvent], preempted: frozenset[str]) -> list[BlockEvent]:
+    """To the pool, a request that is preempted and one that has ended are the same."""
+    return [
+        event._replace(kind="preempt") if event.kind == "free" and event.request_id in preempted else event
+        for event in events
+    ]

@@ -16,7 +16,7 @@ from backend.engine.engine_host import EngineHost
 from backend.engine.llm_engine import LLMEngine
 from backend.engine.loading import load_engine
 from backend.errors import EngineError
-from backend.metrics.ledger import decode_chunk
+from backend.metrics.ledger_format import read_chunk
 from backend.sampling_params import SamplingParams
 from backend.workload.targets import StreamEvent
 from tests.engine.driving import answers, check_idle, config_of, submit, tokens
@@ -211,7 +211,7 @@ def test_the_records_of_a_run_add_up_and_none_is_left_for_the_next(host: EngineH
         assert sum(step.num_decode_tokens for step in sink.steps) == 2 * 19 + (stop - 1) + 2
         # Of the prompt that comes again, two full blocks are there.
         assert sum(step.num_prefill_tokens for step in sink.steps) == 85 - 32
-        ledger = [step for _, data, *_ in sink.chunks for step in decode_chunk(data)]
+        ledger = [step for _, data, *_ in sink.chunks for step in read_chunk(data).steps]
         assert [step.step for step in ledger] == [step.step for step in sink.steps] == list(range(len(sink.steps)))
         check_idle(host)
         host.set_sink(None)

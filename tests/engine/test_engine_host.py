@@ -17,7 +17,8 @@ from backend.core.output import PendingOutput, SchedulerOutput
 from backend.engine.engine_host import EngineHost
 from backend.engine.in_process_target import InProcessTarget
 from backend.errors import CapacityError, ConfigError, EngineError, ModelError, RequestError
-from backend.metrics.ledger import LEDGER_KIND, decode_chunk
+from backend.metrics.ledger import LEDGER_KIND
+from backend.metrics.ledger_format import read_chunk
 from backend.metrics.stats import MemoryUse, StepStats
 from backend.sampling_params import SamplingParams
 from backend.workload.targets import Prompt, StreamEvent
@@ -382,7 +383,7 @@ def test_the_ledger_and_the_step_records_add_up(host: EngineHost, tiny_llama: Pa
     assert sum(step.num_output_tokens for step in sink.steps) == 12
     assert sum(step.num_prefill_tokens for step in sink.steps) == 45
     assert sum(step.num_decode_tokens for step in sink.steps) == 10
-    ledger = [step for kind, data, *_ in sink.chunks if kind == LEDGER_KIND for step in decode_chunk(data)]
+    ledger = [step for kind, data, *_ in sink.chunks if kind == LEDGER_KIND for step in read_chunk(data).steps]
     assert [step.step for step in ledger] == list(range(count))
     per_request: dict[str, int] = {}
     for step, stats in zip(ledger, sink.steps, strict=True):

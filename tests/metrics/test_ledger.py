@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import random
+import struct
 import zlib
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.core.output import StepKind
+from backend.core.block_events import BlockEvent, BlockEventKind, PoolState
+from backend.core.block_hash import prefix_key
+from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
+from backend.core.output import ModelRunnerOutput, StepKind
+from backend.core.scheduler import Scheduler
 from backend.errors import DatabaseError
-from backend.metrics.ledger import STEPS_PER_CHUNK, LedgerChunk, LedgerEntry, LedgerStep, StepLedger, decode_chunk
+from backend.metrics.ledger import KEY_FRAME_STEPS, LedgerChunk, StepLedger
+from backend.metrics.ledger_format import LedgerEntry, LedgerSegment, LedgerStep, read_chunk
+from backend.request import Request
+from backend.sampling_params import SamplingParams
 
 Entry = tuple[str, int, StepKind]
+_NUMBER = st.integers(0, 2**32 - 1)
+_BLOCKS = st.lists(_NUMBER, max_size=5)
+_EVENTS = st.lists(
+    st.builds(
+        BlockEvent,
+        st.sampled_from(get_args(BlockEventKind)),
+        st.none() | st.text(max_size=8),
+        st.integers(0, 255),
+        _BLOCKS,
+    ),
+    max_size=4,
+)
+_STATES = st.builds(
+    PoolState, st.dictionaries(st.text(max_size=8), st.lists(_BLOCKS, min_size=1, max_size=3), max_size=4), _BLOCKS
+)
 
 _ENTRIES = st.lists(
     st.tuples(st.text(max_size=8), st.integers(0, 2**32 - 1), st.sampled_from(["prefill", "decode", "recompute"])),
@@ -24,43 +49,86 @@ def append(ledger: StepLedger, step: int, entries: list[Entry]) -> LedgerChunk |
     return ledger.append(step, *([entry[column] for entry in entries] for column in range(3)))  # type: ignore[misc]
 
 
-@given(st.lists(_ENTRIES, min_size=1, max_size=20), st.integers(0, 1000))
-def test_round_trip(steps: list[list[Entry]], first: int):
+@given(st.lists(st.tuples(_ENTRIES, _EVENTS), min_size=1, max_size=12), st.integers(0, 1000), st.none() | _STATES)
+def test_round_trip(steps: list[tuple[list[Entry], list[BlockEvent]]], first: int, key_frame: PoolState | None):
     ledger = StepLedger()
-    for offset, entries in enumerate(steps):
-        assert append(ledger, first + offset, entries) is None
+    for offset, (entries, events) in enumerate(steps):
+        columns = ([entry[column] for entry in entries] for column in range(3))
+        frame = None if offset else key_frame
+        assert ledger.append(first + offset, *columns, events, frame) is None  # type: ignore[arg-type]
     chunk = ledger.flush()
     assert chunk is not None
     assert (chunk.first_step, chunk.last_step) == (first, first + len(steps) - 1)
-    assert decode_chunk(chunk.encode()) == [
-        LedgerStep(first + i, tuple(LedgerEntry(*entry) for entry in entries)) for i, entries in enumerate(steps)
+    expected = [
+        LedgerStep(first + i, tuple(LedgerEntry(*entry) for entry in entries), tuple(events))
+        for i, (entries, events) in enumerate(steps)
     ]
+    assert read_chunk(chunk.encode()) == LedgerSegment(expected, key_frame)
     assert ledger.flush() is None
+
+
+def test_a_key_frame_begins_a_chunk():
+    ledger, frame = StepLedger(), PoolState({"r": [[1, 2]]}, [2])
+    assert ledger.append(0, ["r"], [5], ["prefill"], (), frame) is None
+    assert append(ledger, 1, [("r", 1, "decode")]) is None
+    chunk = ledger.append(2, ["r"], [1], ["decode"], (), frame)
+    assert chunk is not None
+    assert (chunk.first_step, chunk.last_step) == (0, 1)
+    rest = ledger.flush()
+    assert rest is not None
+    assert read_chunk(rest.encode()).key_frame == frame
+
+
+def test_a_ledger_of_the_first_version_is_read():
+    """As written by hand after its description: two steps of one request, and of two."""
+    names = b'["a","b"]'
+    numbers = struct.pack("<10I", 7, 8, 1, 2, 0, 0, 1, 30, 1, 5)
+    data = zlib.compress(struct.pack("<4sBIII", b"SLST", 1, 2, 3, len(names)) + names + numbers + bytes([0, 1, 0]))
+    assert read_chunk(data) == LedgerSegment(
+        [
+            LedgerStep(7, (LedgerEntry("a", 30, "prefill"),)),
+            LedgerStep(8, (LedgerEntry("a", 1, "decode"), LedgerEntry("b", 5, "prefill"))),
+        ],
+        None,
+    )
 
 
 def test_a_chunk_every_256_steps():
     ledger = StepLedger()
-    chunks = [append(ledger, step, [("r", 1, "decode")]) for step in range(2 * STEPS_PER_CHUNK + 1)]
+    chunks = [append(ledger, step, [("r", 1, "decode")]) for step in range(2 * KEY_FRAME_STEPS + 1)]
     full = [(step, chunk) for step, chunk in enumerate(chunks) if chunk is not None]
     assert [step for step, _ in full] == [255, 511]
     assert [(chunk.first_step, chunk.last_step) for _, chunk in full] == [(0, 255), (256, 511)]
     rest = ledger.flush()
     assert rest is not None
-    assert [step.step for step in decode_chunk(rest.encode())] == [512]
-    assert len(decode_chunk(full[0][1].encode())) == STEPS_PER_CHUNK
+    assert [step.step for step in read_chunk(rest.encode()).steps] == [512]
+    assert len(read_chunk(full[0][1].encode()).steps) == KEY_FRAME_STEPS
 
 
 def test_small_even_when_requests_come_and_go():
-    """1,000 steps of 64 requests, each replaced after 17 tokens, stay far below 0.5 MB."""
-    ledger = StepLedger()
-    chunks = []
+    """1,000 steps of 64 requests, each replaced after 60 tokens, with all their blocks' events, stay below 0.5 MB."""
+    manager = KVCacheManager(4000, 16, [KVGroupSpec(1, 1, 1, 1)], prefix_key(model="m"))
+    scheduler = Scheduler(manager, max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=4096)
+    manager.log_events(True)
+    ledger, chunks, rng, count = StepLedger(), [], random.Random(0), 0
     for step in range(1000):
-        entries: list[Entry] = []
-        for slot in range(64):
-            life, age = divmod(step + slot, 17)
-            entries.append((f"run12-{slot}-{life}", 37 + slot if age == 0 else 1, "prefill" if age == 0 else "decode"))
-        chunks.append(append(ledger, step, entries))
+        while len(scheduler.requests) < 64:
+            count += 1
+            prompt = rng.choices(range(50_000), k=rng.randint(20, 600))
+            scheduler.add_request(
+                Request(f"run12-{count}", prompt, SamplingParams(max_tokens=rng.randint(1, 120)), frozenset(), 0.0)
+            )
+        scheduled = scheduler.schedule()
+        frame = manager.state() if step % KEY_FRAME_STEPS == 0 else None
+        tokens = scheduled.num_scheduled_tokens
+        chunks.append(
+            ledger.append(step, tokens, tokens.values(), scheduled.kinds.values(), manager.take_events(), frame)
+        )
+        computed = zip(tokens.items(), scheduled.num_computed_tokens, strict=True)
+        ready = [key for (key, size), start in computed if start + size == len(scheduler.requests[key].token_ids)]
+        scheduler.update_from_output(scheduled, ModelRunnerOutput({key: [rng.randrange(50_000)] for key in ready}))
     chunks.append(ledger.flush())
+    assert count > 600
     assert sum(len(chunk.encode()) for chunk in chunks if chunk) < 0.5e6
 
 
@@ -72,10 +140,10 @@ def test_damage_is_named():
     data = chunk.encode()
     raw = zlib.decompress(data)
     with pytest.raises(DatabaseError, match="damaged"):
-        decode_chunk(data[:-3])
+        read_chunk(data[:-3])
     with pytest.raises(DatabaseError, match="damaged"):
-        decode_chunk(zlib.compress(raw[:-1]))
+        read_chunk(zlib.compress(raw[:-1]))
     with pytest.raises(DatabaseError, match="damaged"):
-        decode_chunk(zlib.compress(b"????" + raw[4:]))
-    with pytest.raises(DatabaseError, match="format 9; this version of ServeLab reads format 1"):
-        decode_chunk(zlib.compress(raw[:4] + b"\x09" + raw[5:]))
+        read_chunk(zlib.compress(b"????" + raw[4:]))
+    with pytest.raises(DatabaseError, match="format 9; this version of ServeLab reads formats 1 to 2"):
+        read_chunk(zlib.compress(raw[:4] + b"\x09" + raw[5:]))

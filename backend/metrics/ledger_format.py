@@ -1,0 +1,192 @@
+"""How a chunk of the step ledger is written, and read again.
+
+A chunk is zlib data over, in little-endian order:
+
+    magic "SLST" (4 bytes), version u8
+    num_steps u32, num_entries u32, num_events u32, num_block_ids u32, num_lists u32, size of the id table u32
+    id table: JSON list of request ids, UTF-8
+    u32 columns, one after the other:
+        step numbers [num_steps], entries per step [num_steps], events per step [num_steps]
+        of an entry: id table index, scheduled tokens [num_entries each]
+        of an event: id table index + 1 or 0 for none, number of block ids [num_events each]
+        of a list of the key frame: id table index + 1, or 0 for the cached blocks; number of block ids [num_lists each]
+        block ids [num_block_ids]: those of the events, then those of the lists
+    u8 columns: kind of an entry [num_entries]; kind of an event, KV group of an event [num_events each]; KV group of a list
+        of the key frame [num_lists]; 1 where there is a key frame, else 0
+
+Columns compress far better than rows: a steady batch repeats itself from step to step. Version 1 had neither events nor key
+frames: three counts in its header (steps, entries, size of the id table), columns without those of events and lists.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from array import array
+from typing import NamedTuple, get_args
+
+import numpy as np
+
+from backend.core.block_events import BlockEvent, BlockEventKind, PoolState
+from backend.core.output import StepKind
+from backend.errors import DatabaseError
+
+STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)  # a code is the place in this order
+STEP_KIND_CODES = {kind: code for code, kind in enumerate(STEP_KINDS)}
+EVENT_KINDS: tuple[BlockEventKind, ...] = get_args(BlockEventKind)  # likewise
+EVENT_KIND_CODES = {kind: code for code, kind in enumerate(EVENT_KINDS)}
+
+_MAGIC = b"SLST"
+_VERSION = 2
+_START = struct.Struct("<4sB")
+_COUNTS = {1: struct.Struct("<III"), 2: struct.Struct("<IIIIII")}
+
+
+class LedgerEntry(NamedTuple):
+    """One request's share of a step; `recompute` runs again what a preemption lost."""
+
+    request_id: str
+    num_scheduled_tokens: int
+    kind: StepKind
+
+
+class LedgerStep(NamedTuple):
+    """`events` are those since the step before, up to the moment at which this one was handed to the worker."""
+
+    step: int
+    entries: tuple[LedgerEntry, ...]
+    events: tuple[BlockEvent, ...] = ()
+
+
+class LedgerSegment(NamedTuple):
+    """What a chunk holds; `key_frame` is the pool after the events of its first step, where it was written."""
+
+    steps: list[LedgerStep]
+    key_frame: PoolState | None
+
+
+class IdTable(dict[str, int]):
+    """Numbers ids in the order in which they are first asked for."""
+
+    def __missing__(self, request_id: str) -> int:
+        self[request_id] = index = len(self)
+        return index
+
+
+class Columns:
+    """A chunk's steps. Numbers are kept unboxed, so that neither keeping nor encoding them takes Python objects."""
+
+    def __init__(self) -> None:
+        self.ids = IdTable()
+        self.steps, self.counts, self.event_counts = array("I"), array("I"), array("I")
+        self.id_indices, self.num_scheduled_tokens, self.kinds = array("I"), array("I"), bytearray()
+        self.events: list[BlockEvent] = []  # nobody changes them: laid out only when the chunk is encoded
+        self.key_frame: PoolState | None = None
+
+    def encode(self) -> bytes:
+        lists = _lists_of(self.key_frame)
+        owners = array("I", [self._owner(event.request_id) for event in self.events])
+        list_owners = array("I", [self._owner(request_id) for request_id, _, _ in lists])
+        event_sizes = array("I", [len(event.block_ids) for event in self.events])
+        list_sizes = array("I", [len(blocks) for _, _, blocks in lists])
+        block_ids = array("I")
+        for event in self.events:
+            block_ids.extend(event.block_ids)
+        for _, _, blocks in lists:
+            block_ids.extend(blocks)
+        names = json.dumps(list(self.ids), ensure_ascii=False, separators=(",", ":")).encode()
+        sizes = (len(self.steps), len(self.kinds), len(self.events), len(block_ids), len(lists), len(names))
+        columns = (self.steps, self.counts, self.event_counts, self.id_indices, self.num_scheduled_tokens)
+        columns += (owners, event_sizes, list_owners, list_sizes, block_ids)
+        numbers = (np.asarray(column).astype("<u4", copy=False).tobytes() for column in columns)
+        codes = (
+            bytes(EVENT_KIND_CODES[event.kind] for event in self.events),
+            bytes(event.group for event in self.events),
+            bytes(group for _, group, _ in lists),
+            bytes([self.key_frame is not None]),
+        )
+        head = _START.pack(_MAGIC, _VERSION) + _COUNTS[_VERSION].pack(*sizes)
+        return zlib.compress(b"".join((head, names, *numbers, self.kinds, *codes)))
+
+    def _owner(self, request_id: str | None) -> int:
+        return 0 if request_id is None else self.ids[request_id] + 1
+
+
+def read_chunk(data: bytes) -> LedgerSegment:
+    """One chunk. Raises `DatabaseError` when it is damaged or written by a newer version."""
+    try:
+        raw = zlib.decompress(data)
+        magic, version = _START.unpack_from(raw)
+        if magic == _MAGIC and version not in _COUNTS:
+            raise DatabaseError(
+                f"the step ledger has format {version}; this version of ServeLab reads formats 1 to {_VERSION}"
+            )
+        counts = list(_COUNTS.get(version, _COUNTS[1]).unpack_from(raw, _START.size))
+    except (zlib.error, struct.error) as error:
+        raise DatabaseError(f"the step ledger is damaged: {error}") from None
+    if version == 1:
+        counts[2:2] = [0, 0, 0]
+    num_steps, num_entries, num_events, num_block_ids, num_lists, names_size = counts
+    with_events = version > 1
+    widths = [num_steps] * (3 if with_events else 2) + [num_entries] * 2 + [num_events] * 2 + [num_lists] * 2
+    widths.append(num_block_ids)
+    num_codes = num_entries + 2 * num_events + num_lists + with_events
+    offset = _START.size + _COUNTS[version].size if magic == _MAGIC else 0
+    if magic != _MAGIC or len(raw) != offset + names_size + 4 * sum(widths) + num_codes:
+        raise DatabaseError("the step ledger is damaged: its parts do not add up")
+    ids: list[str] = json.loads(raw[offset : offset + names_size])
+    numbers = np.frombuffer(raw, dtype="<u4", count=sum(widths), offset=offset + names_size)
+    columns = [column.tolist() for column in np.split(numbers, np.cumsum(widths)[:-1])]
+    if not with_events:
+        columns.insert(2, [0] * num_steps)
+    steps, counts, event_counts, id_indices, tokens, owners, event_sizes, list_owners, list_sizes, block_ids = columns
+    codes = raw[len(raw) - num_codes :]
+    entries = [
+        LedgerEntry(ids[index], num_tokens, STEP_KINDS[kind])
+        for index, num_tokens, kind in zip(id_indices, tokens, codes[:num_entries], strict=True)
+    ]
+    blocks = iter(block_ids)
+    names = [None, *ids]
+    kinds, groups, list_groups = (
+        codes[num_entries + begin : num_entries + begin + count]
+        for begin, count in ((0, num_events), (num_events, num_events), (2 * num_events, num_lists))
+    )
+    events = [
+        BlockEvent(EVENT_KINDS[kind], names[owner], group, [next(blocks) for _ in range(size)])
+        for kind, owner, group, size in zip(kinds, owners, groups, event_sizes, strict=True)
+    ]
+    lists = [
+        (names[owner], group, [next(blocks) for _ in range(size)])
+        for owner, group, size in zip(list_owners, list_groups, list_sizes, strict=True)
+    ]
+    ends, event_ends = np.cumsum(counts).tolist(), np.cumsum(event_counts).tolist()
+    return LedgerSegment(
+        [
+            LedgerStep(step, tuple(entries[end - count : end]), tuple(events[event_end - event_count : event_end]))
+            for step, count, end, event_count, event_end in zip(
+                steps, counts, ends, event_counts, event_ends, strict=True
+            )
+        ],
+        _state_of(lists) if with_events and codes[-1] else None,
+    )
+
+
+def _lists_of(state: PoolState | None) -> list[tuple[str | None, int, list[int]]]:
+    """(request, KV group, block ids); the cached blocks under None."""
+    if state is None:
+        return []
+    held = [
+        (request_id, group, blocks) for request_id, groups in state.held.items() for group, blocks in enumerate(groups)
+    ]
+    return [*held, (None, 0, state.cached)]
+
+
+def _state_of(lists: list[tuple[str | None, int, list[int]]]) -> PoolState:
+    state = PoolState({}, [])
+    for request_id, _, blocks in lists:
+        if request_id is None:
+            state.cached.extend(blocks)
+        else:
+            state.held.setdefault(request_id, []).append(blocks)
+    return state

@@ -1,0 +1,74 @@
+"""`LedgerReader`: a run's step ledger, from its stored chunks: any step, and the KV blocks as they were in it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from backend.errors import DatabaseError
+from backend.metrics.block_map import BlockMap
+from backend.metrics.ledger_format import LedgerSegment, LedgerStep, read_chunk
+
+CHUNKS_KEPT = 64  # decoded, for whoever scrubs back and forth
+
+
+class LedgerReader:
+    """Args:
+    chunks: (data, first step, last step) of kind `ledger.LEDGER_KIND`, in order of step.
+    """
+
+    def __init__(self, chunks: Sequence[tuple[bytes, int, int]]) -> None:
+        self._chunks = chunks
+        self._first_steps = [first for _, first, _ in chunks]
+        self._segment = lru_cache(CHUNKS_KEPT)(self._read)
+
+    @property
+    def steps(self) -> range:
+        """Numbers of the steps that there are; a run that was killed lacks its last ones."""
+        return range(self._first_steps[0], self._chunks[-1][2] + 1) if self._chunks else range(0)
+
+    def step(self, number: int) -> LedgerStep:
+        """Raises `DatabaseError` for a step that is not in the ledger, or in a damaged chunk."""
+        index = self._chunk_of(number)
+        return self._segment(index).steps[number - self._first_steps[index]]
+
+    def read(self, first: int, last: int) -> Iterator[LedgerStep]:
+        """Steps `first` to `last`, as far as there are."""
+        for number in range(max(first, self.steps.start), min(last + 1, self.steps.stop)):
+            yield self.step(number)
+
+    def block_map(self, number: int) -> BlockMap | None:
+        """The pool when step `number` was handed to the worker; None in a ledger that was written before there were events.
+
+        Raises `DatabaseError` as `step`.
+        """
+        at = self._chunk_of(number)
+        begin = next((index for index in range(at, -1, -1) if self._segment(index).key_frame is not None), None)
+        if begin is None:
+            return None
+        frame = self._segment(begin).key_frame
+        assert frame is not None
+        block_map = BlockMap(frame)
+        for step in self.read(self._first_steps[begin] + 1, number):
+            block_map.apply(step.events)
+        return block_map
+
+    def _chunk_of(self, number: int) -> int:
+        if number not in self.steps:
+            there_are = f"{self.steps.start:,} to {self.steps.stop - 1:,}" if self.steps else "none"
+            raise DatabaseError(f"step {number:,} is not in the step ledger; steps: {there_are}")
+        return bisect_right(self._first_steps, number) - 1
+
+    def _read(self, index: int) -> LedgerSegment:
+        return read_chunk(self._chunks[index][0])
+
+
+def step_to_dict(step: LedgerStep) -> dict[str, Any]:
+    """Plain data for JSON."""
+    return {
+        "step": step.step,
+        "requests": [entry._asdict() for entry in step.entries],
+        "events": [event._asdict() for event in step.events],
+    }

@@ -1,0 +1,52 @@
+"""`servelab runs ledger`: the steps of a run that was really made."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from app.cli import main
+from app.services import Services
+from tests.app.stored_runs import add_run
+
+
+def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, object]]:
+    capsys.readouterr()
+    assert main(["runs", "ledger", *arguments]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_steps_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two prompts that share two blocks of sixteen tokens, one after the other."""
+    settings = ["source.kind=shared_prefix", "source.groups=1", "source.prompts_per_group=2", "source.prefix_len=32"]
+    settings += ["source.suffix_len=5", "arrivals.kind=closed_loop", "arrivals.concurrency=1", "output_len=4"]
+    options = [part for setting in settings for part in ("--set", f"workload.{setting}")]
+    assert main(["run", "--set", "model.name=dummy:tiny", "--set", "model.device=cpu", *options, "--json"]) == 0
+    run_id = str(json.loads(capsys.readouterr().out)["run_id"])
+    whole = lines(capsys, run_id)
+    assert [step["step"] for step in whole] == list(range(len(whole)))
+    ran = {}
+    for step in whole:
+        for request in step["requests"]:  # type: ignore[attr-defined]
+            ran[request["request_id"]] = ran.get(request["request_id"], 0) + request["num_scheduled_tokens"]
+    measured = [count for key, count in ran.items() if "warm" not in key]
+    assert measured == [37 + 3, 37 + 3 - 32], "the second finds the prefix that the first has computed"
+    shared = [event for step in whole for event in step["events"] if event["kind"] == "share"]  # type: ignore[attr-defined]
+    assert [len(event["block_ids"]) for event in shared] == [2]
+    last = len(whole) - 1
+    (step,) = lines(capsys, f"#{run_id}", "--first", str(last), "--blocks")
+    assert {key: step[key] for key in whole[last]} == whole[last]
+    (held,) = step["held"].values()  # type: ignore[attr-defined]
+    assert shared[0]["block_ids"] == held[0][:2]
+    assert set(shared[0]["block_ids"]) <= set(step["cached"])  # type: ignore[arg-type]
+    assert len(lines(capsys, run_id, "--first", "1", "--last", "2")) == 2
+
+
+def test_a_run_without_a_ledger_and_one_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with Services.open() as services:
+        run_id = add_run(services)
+    assert main(["runs", "ledger", str(run_id)]) == 1
+    assert f"run #{run_id} has no step ledger" in capsys.readouterr().err
+    assert main(["runs", "ledger", "999"]) == 1
+    assert "999" in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""Blocks followed by their events alone are where the pool says they are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.core.output import SchedulerOutput
+from backend.engine.engine_host import EngineHost
+from backend.metrics.block_map import BlockMap
+from backend.metrics.ledger_format import read_chunk
+from backend.metrics.stats import StepStats
+from tests.core.paged_machine import VOCAB, Lab
+from tests.engine.driving import answers, config_of
+from tests.helpers import make_tiny_llama
+
+
+def follow(lab: Lab) -> list[int]:
+    """Check the map after every schedule; the steps that it was checked at."""
+    lab.manager.log_events(True)
+    block_map, checked = BlockMap(lab.manager.state()), []
+    schedule: Callable[[], SchedulerOutput] = lab.scheduler.schedule
+
+    def schedule_and_check() -> SchedulerOutput:
+        scheduled = schedule()
+        block_map.apply(lab.manager.take_events())
+        state, pool = lab.manager.state(), lab.manager.pool
+        assert block_map.held == state.held == lab.manager.snapshot().block_ids
+        assert block_map.cached == set(state.cached)
+        assert block_map.counts(pool.num_blocks) == (
+            pool.num_referenced_blocks,
+            pool.num_evictable_blocks,
+            pool.num_free_blocks,
+        )
+        assert block_map.ref_counts() == {
+            block: pool.ref_cnt(block) for block in range(1, pool.num_blocks + 1) if pool.ref_cnt(block)
+        }
+        checked.append(scheduled.step)
+        return scheduled
+
+    lab.scheduler.schedule = schedule_and_check  # type: ignore[method-assign]
+    return checked
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_step_of_random_traffic(seed: int, ahead: int, prefix_caching: bool) -> None:
+    """Preemption, sharing, eviction, aborts, resets, damaged logits, from a pool that is in use already."""
+    rng = random.Random(seed)
+    lab = Lab(num_blocks=30, block_size=2, max_num_seqs=5, ahead=ahead, prefix_caching=prefix_caching)
+    stem = rng.choices(range(VOCAB), k=20)
+    lab.add("early", stem, max_tokens=6)
+    lab.step()
+    checked = follow(lab)
+    for index in range(60):
+        key = str(index)
+        prompt = stem[: rng.randint(1, 20)] + rng.choices(range(VOCAB), k=rng.randint(0, 6))
+        request = lab.add(key, prompt, max_tokens=rng.randint(1, 20))
+        if rng.random() < 0.1:
+            lab.fail_at[key] = request.num_tokens
+        for _ in range(rng.randint(0, 4)):
+            if lab.scheduler.has_unfinished_requests():
+                lab.step()
+        if rng.random() < 0.1 and (output := lab.scheduler.abort_request(key)):
+            lab.take(output)
+        if rng.random() < 0.1:
+            lab.manager.reset_prefix_cache()
+    lab.run()
+    assert len(checked) > 100
+    assert any(step.preempted_request_ids for step in lab.steps)
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.steps: list[StepStats] = []
+        self.chunks: list[bytes] = []
+
+    def on_step(self, stats: StepStats) -> None:
+        self.steps.append(stats)
+
+    def on_chunk(self, kind: str, encode: Callable[[], bytes], first_step: int, last_step: int) -> None:
+        self.chunks.append(encode())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_ledger_of_an_engine_gives_the_blocks_of_each_step(asynchronous: bool, tmp_path: Path) -> None:
+    """Against what every step's own record counts; key frames where they are due, and equal to what events give."""
+    host, sink, rng = EngineHost(), Sink(), random.Random(1)
+    try:
+        settings: dict[str, Any] = {"scheduler__async_scheduling": asynchronous, "cache__num_blocks": 22}
+        host.load(config_of(make_tiny_llama(tmp_path / "model"), **settings))
+        stem = [rng.randrange(256) for _ in range(60)]
+        answers(host, {"before": stem}, max_tokens=4)
+        host.set_sink(sink)  # type: ignore[arg-type]
+        for turn in range(6):
+            prompts = {f"{turn}.{index}": [*stem[: 10 * index], turn, index] for index in range(6)}
+            answers(host, prompts, max_tokens=50, ignore_eos=True)
+        host.set_sink(None)
+    finally:
+        host.close()
+    block_map, kinds, frames = None, set(), 0
+    by_step = {stats.step: stats for stats in sink.steps}
+    for data in sink.chunks:
+        segment = read_chunk(data)
+        for index, step in enumerate(segment.steps):
+            if block_map is not None:
+                block_map.apply(step.events)
+            if index == 0 and segment.key_frame is not None:
+                frames += 1
+                fresh = BlockMap(segment.key_frame)
+                assert block_map is None or (block_map.held, block_map.cached) == (fresh.held, fresh.cached)
+                block_map = fresh
+            assert block_map is not None, "the first chunk begins with a key frame"
+            kinds |= {event.kind for event in step.events}
+            stats = by_step.pop(step.step)
+            assert block_map.counts(22) == (
+                stats.num_referenced_blocks,
+                stats.num_evictable_blocks,
+                stats.num_free_blocks,
+            )
+            assert set(block_map.held) >= {entry.request_id for entry in step.entries}
+    assert not by_step
+    assert frames == 1 + (len(sink.steps) - 1) // 256 > 1
+    assert kinds >= {"allocate", "share", "free", "preempt", "evict", "cache"}
