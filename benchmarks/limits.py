@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kernels.timing import ONCE, call_seconds
+
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
-NUM_WARM_UP_CALLS = 3
-NUM_SAMPLES = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,9 @@ def _copy_rate(device: torch.device) -> float:
     num_bytes = COPY_BYTES[device.type]
     source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    return 2 * num_bytes / statistics.median(call_seconds(lambda: target.copy_(source), device))
+    return (
+        2 * num_bytes / statistics.median(call_seconds(lambda: target.copy_(source), ONCE, device, calls_per_graph=0))
+    )
 
 
 def _matmul_rate(device: torch.device) -> float:
@@ -44,47 +45,11 @@ def _matmul_rate(device: torch.device) -> float:
     size = MATMUL_SIZE[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     output = torch.empty_like(left)
-    return 2 * size**3 / statistics.median(call_seconds(lambda: torch.mm(left, right, out=output), device))
-
-
-def call_seconds(call: Callable[[], Any], device: torch.device, calls_per_graph: int | None = None) -> list[float]:
-    """Seconds of one call, `NUM_SAMPLES` times; on CUDA between events.
-
-    Args:
-        calls_per_graph: launch that many from a CUDA graph and give their mean, so that the host's time to launch short
-            kernels is not in the figure. Launched one by one by default, and always on the CPU.
-    """
-    if device.type == "cpu":
-        return [_host_seconds(call) for _ in range(NUM_WARM_UP_CALLS + NUM_SAMPLES)][NUM_WARM_UP_CALLS:]
-    launch, num_calls = (call, 1) if calls_per_graph is None else (_captured(call, calls_per_graph), calls_per_graph)
-    events = []
-    for _ in range(NUM_WARM_UP_CALLS + NUM_SAMPLES):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        launch()
-        end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize(device)
-    return [begin.elapsed_time(end) / 1e3 / num_calls for begin, end in events[NUM_WARM_UP_CALLS:]]
-
-
-def _host_seconds(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-
-def _captured(call: Callable[[], Any], num_calls: int) -> Callable[[], None]:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # compiling and allocating cannot be captured
-        for _ in range(NUM_WARM_UP_CALLS):
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(num_calls):
-            call()
-    return graph.replay
+    return (
+        2
+        * size**3
+        / statistics.median(call_seconds(lambda: torch.mm(left, right, out=output), ONCE, device, calls_per_graph=0))
+    )
 
 
 def linear_parameters(model: Mapping[str, Any]) -> int:

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.figures import Figure
-from benchmarks.limits import CardLimits, call_seconds
+from benchmarks.limits import CardLimits
 from kernels.kernel_op import Inputs
 from kernels.specs import paged_attention, paged_decode_attention
+from kernels.timing import ONCE, call_seconds
 
 SHAPE = "attention 32/8 x 128"
 HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -96,6 +97,6 @@ def _blocks_in_order(block_table: Tensor) -> Tensor:
 
 
 def _microseconds(call: Callable[[], Any], device: torch.device) -> list[float]:
-    once = statistics.median(call_seconds(call, device))
+    once = statistics.median(call_seconds(call, ONCE, device, calls_per_graph=0))
     num_calls = max(1, min(MAX_CALLS_PER_GRAPH, round(GRAPH_S / once)))
-    return [seconds * 1e6 for seconds in call_seconds(call, device, num_calls)]
+    return [seconds * 1e6 for seconds in call_seconds(call, ONCE, device, calls_per_graph=num_calls)]

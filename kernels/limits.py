@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.timing import Rotation, cache_bytes, time_call
+from kernels.timing import ONCE, cache_bytes, time_call
 
 READ_BYTES = {"cuda": 2**29, "cpu": 2**27}  # several times any cache
 MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
@@ -66,9 +66,8 @@ def _measure_read(device: torch.device) -> float:
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     total = torch.zeros((), dtype=torch.float32, device=device)
-    once = Rotation([{}], needs_sweep=False)
-    summed = time_call(lambda: torch.sum(source, dim=0, out=total), once, device, capture=False)
-    copied = time_call(lambda: target.copy_(source), once, device, capture=False)
+    summed = time_call(lambda: torch.sum(source, dim=0, out=total), ONCE, device, capture=False)
+    copied = time_call(lambda: target.copy_(source), ONCE, device, capture=False)
     return max(num_bytes / summed.p20, 2 * num_bytes / copied.p20)
 
 
@@ -79,8 +78,7 @@ def _measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        once = Rotation([{}], needs_sweep=False)
-        seconds = time_call(lambda: torch.mm(left, right, out=output), once, device, capture=False).p20
+        seconds = time_call(lambda: torch.mm(left, right, out=output), ONCE, device, capture=False).p20
     finally:
         torch.set_float32_matmul_precision(precision)
     return 2 * size**3 / seconds

@@ -56,6 +56,10 @@ class Rotation:
     needs_sweep: bool
 
 
+# A call that brings its own inputs, which no cache holds or of which that is no matter.
+ONCE = Rotation([{}], needs_sweep=False)
+
+
 def cache_bytes(device: torch.device) -> int:
     """The last cache before memory: a card's L2; of a CPU, `CPU_CACHE_BYTES`."""
     if device.type == "cuda":
@@ -85,11 +89,20 @@ def time_call(call: Call, rotation: Rotation, device: torch.device, *, capture: 
         capture: launch from a CUDA graph. A call that waits for the device cannot be captured; without a graph, a call
             of many short kernels includes the gaps that the host leaves between them. Ignored on the CPU.
     """
+    return spread(call_seconds(call, rotation, device, calls_per_graph=MIN_CALLS_PER_GRAPH if capture else 0))
+
+
+def call_seconds(call: Call, rotation: Rotation, device: torch.device, *, calls_per_graph: int) -> list[float]:
+    """Seconds of one call, `NUM_SAMPLES` times.
+
+    Args:
+        calls_per_graph: launch so many at least from a CUDA graph and give their mean; 0: none, and always on the CPU.
+    """
     if device.type == "cpu":
-        return spread(_cpu_seconds(call, rotation, device))
-    if capture:
-        return spread(_cuda_graph_seconds(call, rotation, device))
-    return spread(_cuda_event_seconds(call, rotation, device))
+        return _cpu_seconds(call, rotation, device)
+    if calls_per_graph:
+        return _cuda_graph_seconds(call, rotation, device, calls_per_graph)
+    return _cuda_event_seconds(call, rotation, device)
 
 
 def spread(seconds: Sequence[float]) -> Spread:
@@ -131,11 +144,11 @@ def _cuda_event_seconds(call: Call, rotation: Rotation, device: torch.device) ->
     return [begin.elapsed_time(end) / 1e3 for begin, end in events[NUM_WARM_UP_CALLS:]]
 
 
-def _cuda_graph_seconds(call: Call, rotation: Rotation, device: torch.device) -> list[float]:
+def _cuda_graph_seconds(call: Call, rotation: Rotation, device: torch.device, min_calls: int) -> list[float]:
     """One sample per walk over the rotation: the mean of its calls, which run back to back."""
     copies = rotation.copies
     # A rotation that has to be swept is cold for one walk only.
-    walks = 1 if rotation.needs_sweep else -(-MIN_CALLS_PER_GRAPH // len(copies))
+    walks = 1 if rotation.needs_sweep else -(-min_calls // len(copies))
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))  # which may still be filling the inputs
     with torch.cuda.stream(stream):

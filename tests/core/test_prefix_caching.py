@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -28,7 +29,7 @@ def run_one(lab: Lab, key: str, prompt: list[int], max_tokens: int = 4) -> Reque
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 64, 65])
 def test_a_prompt_asked_again_runs_its_last_tokens_only(length: int, block_size: int, ahead: int) -> None:
-    """All full blocks are found, but never the last token, which has to run for the next one to be sampled."""
+    """PC-1: all full blocks are found, but never the last token, which has to run for the next one to be sampled."""
     lab = Lab(block_size=block_size, num_blocks=400 // block_size, prefix_caching=True, ahead=ahead)
     prompt = prompt_of(length)
     assert run_one(lab, "first", prompt).num_cached_tokens == 0
@@ -57,6 +58,27 @@ def test_what_is_found_ends_before_the_first_token_that_differs(differs_at: int)
     other = list(prompt)
     other[differs_at] += 1
     assert run_one(lab, "b", other).num_cached_tokens == min(differs_at // 4 * 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda ids: [*ids[:20], ids[20] + 256, *ids[21:]], 20),
+        (lambda ids: [ids[0] + 2**16, *ids[1:]], 0),
+        (lambda ids: [*ids[4:8], *ids[:4], *ids[8:]], 0),
+        (lambda ids: [*ids[:8], *ids[12:16], *ids[8:12], *ids[16:]], 8),
+        (lambda ids: [ids[0] + 1, *ids[1:]], 0),
+    ],
+    ids=["by 256", "by 65,536", "first blocks exchanged", "later blocks exchanged", "equal but for the first"],
+)
+def test_prompts_that_are_nearly_equal_do_not_get_each_others_blocks(
+    change: Callable[[list[int]], list[int]], found: int
+) -> None:
+    """PC-5: a block's name holds whole ids, their order and everything before."""
+    lab = Lab(block_size=4, prefix_caching=True)
+    prompt = prompt_of(32)
+    run_one(lab, "a", prompt)
+    assert run_one(lab, "b", change(prompt)).num_cached_tokens == found
 
 
 def test_blocks_are_shared_while_both_run_and_by_later_steps_of_a_prompt_under_way() -> None:
@@ -206,7 +228,10 @@ def test_a_pool_keeps_one_block_for_each_content() -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic_over_few_prefixes_gives_the_tokens_of_each_prompt_alone(seed: int, ahead: int) -> None:
-    """A pool that evicts and preempts, prompts that begin alike and part anywhere, aborts and resets in between."""
+    """PC-3: a pool that evicts and preempts, prompts that begin alike and part anywhere, aborts and resets in between.
+
+    In the end every block that can be found holds what its name says, and after a reset the pool is free.
+    """
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4])
     lab = Lab(
@@ -218,10 +243,11 @@ def test_random_traffic_over_few_prefixes_gives_the_tokens_of_each_prompt_alone(
         ahead=ahead,
     )
     stems = [prompt_of(30, index) for index in range(3)]
-    expected, hits = {}, 0
+    expected, prompts, hits = {}, dict[str, list[int]](), 0
     for index in range(120):
         stem = rng.choice(stems)
         prompt = stem[: rng.randint(1, len(stem))] + prompt_of(rng.randint(0, 6), rng.randrange(3))
+        prompts[str(index)] = prompt
         count = rng.choice([1, 3, 12])
         request = lab.add(str(index), prompt, max_tokens=count)
         expected[str(index)] = generate(prompt, count)
@@ -238,3 +264,14 @@ def test_random_traffic_over_few_prefixes_gives_the_tokens_of_each_prompt_alone(
     tokens = lab.run()
     assert {key: tokens[key] for key in expected} == expected
     assert hits > 0
+    contents: dict[bytes, list[int]] = {}
+    for key, prompt in prompts.items():
+        whole, chain = prompt + tokens[key], list[bytes]()
+        extend_block_hashes(chain, whole, len(whole) // block_size, block_size, prefix_key(model="a machine") + b"\0")
+        for index, name in enumerate(chain):
+            contents[name] = whole[index * block_size :][:block_size]
+    assert lab.manager.pool.num_cached_blocks > 0
+    for block in lab.manager.pool.cached_blocks():
+        assert lab.machine.slots[block * block_size :][:block_size] == contents[lab.manager.pool._hash_of[block]]
+    lab.manager.reset_prefix_cache()
+    assert lab.manager.pool.num_free_blocks == lab.num_blocks

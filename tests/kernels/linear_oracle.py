@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.ops.projection import Tiles
-from tests.kernels.oracle import GuardBands
+from tests.kernels.oracle import KERNEL_DTYPES, GuardBands, bfloat16_with
 
 # One token per program, and a matrix unit's least; several programs of tokens and rows, and several steps over columns.
 TILES = [Tiles(1, 16, 64, 4, 2), Tiles(16, 16, 32, 4, 2), Tiles(32, 32, 64, 4, 2)]
+# Several programs of tokens, or one that is filled in part: few, since the interpreter runs them one after another.
+SEVERAL_TOKENS = [(TILES[0], 3), (TILES[1], 17), (TILES[2], 17)]
+# dtype, tiles, number of tokens.
+EVERY_CUT = [
+    *((dtype, *cut) for dtype in KERNEL_DTYPES[:2] for cut in [(TILES[0], 1), (TILES[1], 5), *SEVERAL_TOKENS]),
+    *bfloat16_with(itertools.product(TILES, [1, 5, 17])),
+]
 
 
 def naive_project(inputs: dict[str, Any]) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,17 @@ HEAD_DIMS = [64, 80, 96, 128, 192, 256]
 HEADS = [(1, 1), (9, 3), (14, 2), (12, 4), (24, 1), (32, 8)]  # query heads, KV heads
 # The interpreter multiplies bfloat16 matrices wrongly, without a word.
 KERNEL_DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+def in_turn(shapes: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """(dtype, *shape): float32 and float16 by turns, whose paths differ in their casts alone; bfloat16 with every shape."""
+    interpreted = [(KERNEL_DTYPES[index % 2], *shape) for index, shape in enumerate(shapes)]
+    return interpreted + bfloat16_with(shapes)
+
+
+def bfloat16_with(shapes: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """(bfloat16, *shape), on a GPU."""
+    return [pytest.param(torch.bfloat16, *shape, marks=pytest.mark.gpu) for shape in shapes]
 
 
 def naive_attention(

@@ -38,17 +38,20 @@ TYPES = {
 }
 POINTERS = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in names.split()}
 CONSUMER_SHARED_BYTES = 99 * 1024  # what a consumer card gives one program
+HOPPER_SHARED_BYTES = 227 * 1024
 
 
-def shared_bytes(kernel, constants, num_warps=4, num_stages=2, without=()):
+def shared_bytes(kernel, constants, num_warps=4, num_stages=2, without=(), boxes={}):
     # What is only asked for inside a kernel (a size, a flag of another version) need not be named here.
-    constants = {"PDL": False, "SMALL": True} | constants
+    constants = {"PDL": False, "SMALL": not boxes, "TMA": bool(boxes)} | constants
     constants |= dict.fromkeys(without, None)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
+        elif name in boxes:
+            signature[name] = f"tensordesc<bf16{boxes[name]}>"
         elif name.endswith("_ptr"):
             signature[name] = POINTERS.get(name, "*bf16")
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -62,6 +65,7 @@ def shared_bytes(kernel, constants, num_warps=4, num_stages=2, without=()):
     assert ".target sm_90" in compiled.asm["ptx"]
     # A kernel that may start early has to wait before it reads what the one before it writes.
     assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == constants.get("PDL", False)
+    assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) == bool(boxes)
     return compiled.metadata.shared
 
 
@@ -87,7 +91,7 @@ for num_tokens, head_dim, window in ((8, 80, None), (512, 128, 1000), (512, 256,
     shared = shared_bytes(paged_attention._paged_attention_kernel, constants, tiles.num_warps, tiles.num_stages)
     assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
 
-for num_splits, head_dim, window, pdl in ((1, 64, None, False), (16, 80, 1000, True), (64, 128, None, True)):
+for num_splits, head_dim, window, pdl in ((1, 64, None, False), (64, 80, 1000, True)):
     constants = {"GROUP": 3, "HEAD_DIM": head_dim, "BLOCK_SIZE": 24, "WINDOW": window, "PDL": pdl}
     constants |= {"NUM_SPLITS": num_splits, "MIN_KEYS": 64, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_G": 4}
     constants |= {"BLOCK_D": triton.next_power_of_2(head_dim), "CHUNK": min(num_splits, 8)}
@@ -102,18 +106,23 @@ OPTIONAL = {
     "NEXT_NORM": ("next_norm_weight_ptr", "scaled_ptr", "next_square_sums_ptr"),
     "BLOCK_PARTS": ("square_sums_ptr",),
 }
+BOXES = {"x_ptr": [16, 64], "weight_ptr": [64, 64]}  # through the copy engine
 KERNELS = (
     norm_linear._norm_linear_kernel,
     norm_gated_linear._norm_gated_linear_kernel,
     norm_qkv_rotary_store._norm_qkv_rotary_store_kernel,
 )
 for kernel in KERNELS:
-    for tokens, flags, pdl in ((1, NOTHING, True), (32, EVERYTHING, True)):
-        tiles = default_tiles(tokens, 4096, 4096)
+    block_n = 64 if kernel is norm_linear._norm_linear_kernel else 128  # one box of weight rows, or two
+    for tiles, flags, boxes, limit in (
+        (default_tiles(1, 4096, 4096), NOTHING, {}, CONSUMER_SHARED_BYTES),
+        (default_tiles(32, 4096, 4096), EVERYTHING, {}, CONSUMER_SHARED_BYTES),
+        (Tiles(16, block_n, 64, 4, 4), NOTHING | {"BIAS": True}, BOXES, HOPPER_SHARED_BYTES),
+    ):
         without = [name for flag, names in OPTIONAL.items() if not flags[flag] for name in names]
-        constants = HEADS | flags | {"PDL": pdl} | {f"BLOCK_{axis}": tiles[i] for i, axis in enumerate("MNK")}
-        shared = shared_bytes(kernel, constants, tiles.num_warps, tiles.num_stages, without)
-        assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
+        constants = HEADS | flags | {"PDL": True} | {f"BLOCK_{axis}": tiles[i] for i, axis in enumerate("MNK")}
+        shared = shared_bytes(kernel, constants, tiles.num_warps, tiles.num_stages, without, boxes)
+        assert shared <= limit, (tiles, shared)
 print("compiled")
 """
 

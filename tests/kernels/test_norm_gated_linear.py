@@ -10,8 +10,8 @@ from torch import Tensor
 from kernels.ops.norm_gated_linear import norm_gated_linear
 from kernels.ops.projection import Tiles
 from kernels.registry import REGISTRY
-from tests.kernels.linear_oracle import TILES, guarded, naive_project, widened
-from tests.kernels.oracle import KERNEL_DTYPES, GuardBands
+from tests.kernels.linear_oracle import EVERY_CUT, SEVERAL_TOKENS, TILES, guarded, naive_project, widened
+from tests.kernels.oracle import GuardBands
 
 OP = REGISTRY["norm_gated_linear"]
 # Neither columns nor outputs are a multiple of any tile, but for the one that is both.
@@ -30,9 +30,7 @@ def assert_right(y: Any, inputs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 5, 17])
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize(("dtype", "tiles", "num_tokens"), EVERY_CUT, ids=str)
 def test_everything_at_once(
     dtype: torch.dtype, tiles: Tiles, num_tokens: int, sizes: dict[str, int], device: torch.device
 ) -> None:
@@ -99,11 +97,11 @@ def test_writes_nothing_but_its_output(tiles: Tiles, device: torch.device, monke
     assert_right(y, inputs)
 
 
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-def test_a_token_does_not_depend_on_its_batch(tiles: Tiles, device: torch.device) -> None:
-    inputs = make_inputs(torch.float32, device, num_tokens=20)
+@pytest.mark.parametrize(("tiles", "num_tokens"), SEVERAL_TOKENS, ids=str)
+def test_a_token_does_not_depend_on_its_batch(tiles: Tiles, num_tokens: int, device: torch.device) -> None:
+    inputs = make_inputs(torch.float32, device, num_tokens=num_tokens)
     y = norm_gated_linear(**inputs, tiles=tiles)
-    for begin, end in ((0, 1), (18, 19), (3, 9)):
+    for begin, end in ((0, 1), (num_tokens - 1, num_tokens), (num_tokens // 3, num_tokens - 1)):
         part = {name: value[begin:end] if name in ("x", "square_sums") else value for name, value in inputs.items()}
         assert torch.equal(norm_gated_linear(**part, tiles=tiles), y[begin:end])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.ops.norm_linear import norm_linear
 from kernels.ops.projection import Tiles, default_tiles, is_small
 from kernels.registry import REGISTRY
-from tests.kernels.linear_oracle import TILES, guarded, naive_project, widened
+from tests.kernels.linear_oracle import EVERY_CUT, SEVERAL_TOKENS, TILES, guarded, naive_project, widened
 from tests.kernels.oracle import KERNEL_DTYPES, GuardBands
 
 OP = REGISTRY["norm_linear"]
@@ -43,9 +43,7 @@ def assert_right(outputs: Any, inputs: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 5, 17])
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize(("dtype", "tiles", "num_tokens"), EVERY_CUT, ids=str)
 def test_everything_at_once(
     dtype: torch.dtype, tiles: Tiles, num_tokens: int, sizes: dict[str, int], device: torch.device
 ) -> None:
@@ -90,10 +88,10 @@ def test_the_default_tiles_of_several_sizes(device: torch.device) -> None:
         assert_right(norm_linear(**inputs), inputs)
 
 
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-def test_the_output_may_be_the_residual(tiles: Tiles, device: torch.device) -> None:
+@pytest.mark.parametrize(("tiles", "num_tokens"), SEVERAL_TOKENS, ids=str)
+def test_the_output_may_be_the_residual(tiles: Tiles, num_tokens: int, device: torch.device) -> None:
     """Every program reads what it writes, and nobody else does."""
-    inputs = make_inputs(torch.float32, device, num_tokens=17)
+    inputs = make_inputs(torch.float32, device, num_tokens=num_tokens)
     expected, expected_deferred = norm_linear(**inputs, tiles=tiles)
     residual = inputs["residual"]
     y, deferred = norm_linear(**inputs, output=residual, tiles=tiles)
@@ -130,13 +128,13 @@ def test_writes_nothing_but_its_outputs(tiles: Tiles, device: torch.device, monk
     assert_right(outputs, inputs)
 
 
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-def test_a_token_does_not_depend_on_its_batch(tiles: Tiles, device: torch.device) -> None:
+@pytest.mark.parametrize(("tiles", "num_tokens"), SEVERAL_TOKENS, ids=str)
+def test_a_token_does_not_depend_on_its_batch(tiles: Tiles, num_tokens: int, device: torch.device) -> None:
     """Bit for bit, alone and at another place of the batch; what the others hold (NaN here) stays theirs."""
-    inputs = make_inputs(torch.float32, device, num_tokens=20)
+    inputs = make_inputs(torch.float32, device, num_tokens=num_tokens)
     y, deferred = norm_linear(**inputs, tiles=tiles)
     assert deferred is not None
-    for begin, end in ((0, 1), (18, 19), (3, 9)):
+    for begin, end in ((0, 1), (num_tokens - 1, num_tokens), (num_tokens // 3, num_tokens - 1)):
         part = {
             name: value[begin:end] if name in ("x", "square_sums", "residual") else value
             for name, value in inputs.items()
@@ -146,11 +144,11 @@ def test_a_token_does_not_depend_on_its_batch(tiles: Tiles, device: torch.device
         assert alone_deferred is not None
         assert torch.equal(alone_deferred.square_sums, deferred.square_sums[begin:end])
     poisoned = inputs | {"x": inputs["x"].clone()}
-    poisoned["x"][4] = torch.nan
-    others = torch.arange(20, device=device) != 4
+    poisoned["x"][1] = torch.nan
+    others = torch.arange(num_tokens, device=device) != 1
     again, _ = norm_linear(**poisoned, tiles=tiles)
     assert torch.equal(again[others], y[others])
-    assert again[4].isnan().all()
+    assert again[1].isnan().all()
 
 
 @pytest.mark.parametrize("call", [norm_linear, OP.reference], ids=["launch", "reference"])

@@ -10,8 +10,8 @@ from torch import Tensor
 from kernels.ops.norm_qkv_rotary_store import norm_qkv_rotary_store
 from kernels.ops.projection import Tiles
 from kernels.registry import REGISTRY
-from tests.kernels.linear_oracle import TILES, guarded, naive_project, widened
-from tests.kernels.oracle import KERNEL_DTYPES, GuardBands
+from tests.kernels.linear_oracle import EVERY_CUT, SEVERAL_TOKENS, TILES, guarded, naive_project, widened
+from tests.kernels.oracle import GuardBands
 
 OP = REGISTRY["norm_qkv_rotary_store"]
 # Ten rotation pairs: one tile of 16 rows has eight, one of 32 sixteen. Columns are a multiple of no tile.
@@ -45,9 +45,7 @@ def assert_right(query: Any, inputs: dict[str, Any], expected: tuple[Tensor, Ten
         torch.testing.assert_close(ours, wanted.to(ours.dtype), atol=tolerance.atol, rtol=tolerance.rtol)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 17])
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize(("dtype", "tiles", "num_tokens"), EVERY_CUT, ids=str)
 def test_everything_at_once(dtype: torch.dtype, tiles: Tiles, num_tokens: int, device: torch.device) -> None:
     inputs = make_inputs(dtype, device, num_tokens=num_tokens)
     for cache in (inputs["key_cache"], inputs["value_cache"]):
@@ -95,7 +93,7 @@ def test_any_heads_and_block_sizes(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tiles", TILES[:2], ids=str)
 def test_every_part_by_itself(tiles: Tiles, bias: bool, num_parts: int, device: torch.device) -> None:
-    inputs = make_inputs(torch.float32, device, bias=bias, num_parts=num_parts, num_columns=64)
+    inputs = make_inputs(torch.float32, device, num_tokens=2, bias=bias, num_parts=num_parts, num_columns=64)
     inputs["eps"] = 2.5  # beside a mean square of about 9: not to be left out
     expected = naive(inputs)
     assert_right(OP.reference(**inputs), inputs, expected)
@@ -129,13 +127,13 @@ def test_writes_nothing_but_its_rows(tiles: Tiles, device: torch.device, monkeyp
     assert_right(query, inputs, expected)
 
 
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-def test_a_token_does_not_depend_on_its_batch(tiles: Tiles, device: torch.device) -> None:
+@pytest.mark.parametrize(("tiles", "num_tokens"), SEVERAL_TOKENS, ids=str)
+def test_a_token_does_not_depend_on_its_batch(tiles: Tiles, num_tokens: int, device: torch.device) -> None:
     """Bit for bit, in the caches as well."""
-    inputs = make_inputs(torch.float32, device, num_tokens=18, num_heads=1, num_kv_heads=1)
+    inputs = make_inputs(torch.float32, device, num_tokens=num_tokens, num_heads=1, num_kv_heads=1)
     query = norm_qkv_rotary_store(**inputs, tiles=tiles)
     per_token = ("x", "square_sums", "positions", "slot_mapping")
-    for begin, end in ((0, 1), (17, 18), (3, 9)):
+    for begin, end in ((0, 1), (num_tokens - 1, num_tokens), (num_tokens // 3, num_tokens - 1)):
         part = {name: value[begin:end] if name in per_token else value for name, value in inputs.items()}
         part |= {name: torch.zeros_like(inputs[name]) for name in ("key_cache", "value_cache")}
         assert torch.equal(norm_qkv_rotary_store(**part, tiles=tiles), query[begin:end])

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from kernels.registry import REGISTRY
@@ -80,7 +79,7 @@ def random_row(rng: random.Random, generator: torch.Generator) -> tuple[Tensor, 
     return logits, (temperature, top_k, top_p, rng.random())
 
 
-@pytest.mark.parametrize(("which", "count"), [("reference", 600), ("launch", 120)])
+@pytest.mark.parametrize(("which", "count"), [("reference", 600), ("launch", 60)])
 def test_draws_what_a_full_sort_in_float64_draws(which: str, count: int, device: torch.device) -> None:
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     num_compared = 0
@@ -100,45 +99,33 @@ def test_draws_what_a_full_sort_in_float64_draws(which: str, count: int, device:
 FILTERS = [(1.0, -1, 1.0), (0.7, 12, 1.0), (1.3, -1, 0.8), (0.9, 12, 0.9)]
 
 
+@pytest.mark.parametrize(("which", "count"), [("reference", 1000), ("launch", 31)])
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), FILTERS)
-def test_draws_follow_the_filtered_distribution(temperature: float, top_k: int, top_p: float) -> None:
-    logits = torch.randn(24, generator=torch.Generator().manual_seed(1)) * 2
-    probabilities, _ = kept_probabilities(logits, temperature, top_k, top_p)
-    count = 20_000
-    draws = np.random.default_rng(0).random(count)
-    rows = [(temperature, top_k, top_p, draw) for draw in draws.tolist()]
-    token_ids, _ = implementation("reference")(**arguments(logits.expand(count, -1), rows))
-    counts = np.bincount(token_ids.numpy(), minlength=24)
-    assert counts[probabilities == 0].sum() == 0
-    enough = probabilities * count >= 5
-    observed = np.append(counts[enough], counts[~enough].sum())
-    expected = np.append(probabilities[enough], probabilities[~enough].sum()) * count
-    occurs = expected > 1e-9
-    assert stats.chisquare(observed[occurs], expected[occurs]).pvalue > 1e-4
-
-
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), FILTERS)
-def test_kernel_draws_as_the_reference_over_the_whole_interval(
-    temperature: float, top_k: int, top_p: float, device: torch.device
+def test_evenly_spaced_draws_are_shared_out_as_the_filtered_distribution_says(
+    temperature: float, top_k: int, top_p: float, which: str, count: int, device: torch.device
 ) -> None:
-    """Tiny, so that evenly spaced draws visit every token kept; none of them lies within 1e-6 of an edge."""
-    logits = torch.randn(7, generator=torch.Generator().manual_seed(2)).to(device)
-    count = 41
-    probabilities, margin = kept_probabilities(logits, temperature, top_k, top_p)
-    draws = [index / count for index in range(count)]
-    assert min(margin, *(inverted(probabilities, draw)[1] for draw in draws)) > 1e-6
-    inputs = arguments(logits.expand(count, -1), [(temperature, top_k, top_p, draw) for draw in draws])
-    expected, _ = implementation("reference")(**inputs)
-    token_ids, _ = implementation("launch")(**inputs)
-    assert token_ids.tolist() == expected.tolist() == sorted(expected.tolist())  # in order of id
-    assert len(set(token_ids.tolist())) > 2
+    """Among `count` points of [0, 1), an interval of width p holds `count * p`, less than one more or fewer."""
+    logits = torch.randn(24, generator=torch.Generator().manual_seed(1)).to(device) * 2
+    probabilities, _ = kept_probabilities(logits, temperature, top_k, top_p)
+    rows = [(temperature, top_k, top_p, (index + 0.5) / count) for index in range(count)]
+    token_ids, _ = implementation(which)(**arguments(logits.expand(count, -1), rows))
+    assert token_ids.tolist() == sorted(token_ids.tolist())  # in order of id
+    counts = np.bincount(token_ids.cpu().numpy(), minlength=24)
+    assert counts[probabilities == 0].sum() == 0
+    assert np.abs(counts - count * probabilities).max() < 1 + count * 1e-6  # weights are fp32
 
 
-@pytest.mark.parametrize("vocab_size", [8, pytest.param(151_936, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [
+        (8, torch.float32),
+        pytest.param(151_936, torch.float32, marks=pytest.mark.slow),
+        pytest.param(151_936, torch.bfloat16, marks=pytest.mark.slow),  # where many are equal
+    ],
+)
 @pytest.mark.parametrize("which", IMPLEMENTATIONS)
 def test_edge_values_side_by_side_in_one_batch(
-    which: str, dtype: torch.dtype, vocab_size: int, device: torch.device
+    which: str, vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     rows = [
         (temperature, top_k, top_p, draw)
@@ -147,7 +134,7 @@ def test_edge_values_side_by_side_in_one_batch(
         for top_k in (-1, 0, 1, vocab_size - 1, vocab_size, vocab_size + 10)
         for draw in (0.0, 1 - 2**-53)
     ]
-    rows = rows[:: 23 if vocab_size > 8 else 7 if which == "launch" else 1]
+    rows = rows[:: 23 if vocab_size > 8 else 11 if which == "launch" else 1]
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(len(rows), vocab_size, generator=generator).to(dtype).float().to(device)
     token_ids, finite = implementation(which)(**arguments(logits, rows))

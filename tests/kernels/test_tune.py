@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 SHAPES = [
     Shape("norm_linear", 96, 64),
     Shape("norm_gated_linear", 96, 64),
-    Shape("norm_qkv_rotary_store", 384, 64),
+    Shape("norm_qkv_rotary_store", 192, 64),
 ]
 
 
@@ -42,7 +42,9 @@ def test_what_is_timed_against_each_other_computes_the_same(shape: Shape, num_to
 
     inputs = inputs_of(shape, num_tokens)
     expected = first(_library_call(shape)(**inputs)).flatten(1)
-    for tiles in candidates(num_tokens)[::5]:
+    tried = candidates(num_tokens)[4::9]
+    assert {tiles.block_m for tiles in tried} == ({1, 16} if num_tokens == 1 else {16})
+    for tiles in tried:
         output = first(_fused_call(shape, tiles)(**inputs)).flatten(1)
         torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
 

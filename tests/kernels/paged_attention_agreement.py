@@ -1,0 +1,29 @@
+"""The paged attention kernel against its reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.ops.paged_attention import TileSizes, paged_attention
+from kernels.reference.paged_attention import paged_attention as reference
+from kernels.registry import REGISTRY
+from tests.kernels.oracle import GuardBands
+
+
+def assert_agrees(inputs: dict[str, Any], tiles: TileSizes | None = None) -> Tensor:
+    output = paged_attention(**inputs, tiles=tiles)
+    tolerance = REGISTRY["paged_attention"].tolerances[output.dtype]
+    torch.testing.assert_close(output, reference(**inputs), atol=tolerance.atol, rtol=tolerance.rtol)
+    return output
+
+
+def assert_agrees_between_bands(inputs: dict[str, Any]) -> None:
+    """Also where NaN lies before and after the query and both caches."""
+    bands = GuardBands()
+    for name in ("query", "key_cache", "value_cache"):
+        inputs[name] = bands.wrap(inputs[name])
+    assert_agrees(inputs)
+    bands.assert_untouched()
