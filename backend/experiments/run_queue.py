@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from backend.config import EngineConfig
 from backend.errors import ConfigError, EngineError, ServeLabError
 from backend.experiments.flight import Flight, under_way
+from backend.experiments.run_jobs import Job, LoadedInfo, RunHost, Task, TaskJob, WorkloadJob
 from backend.experiments.runner import WorkloadResult, run_workload
 from backend.metrics.environment import environment
 from backend.metrics.gpu_monitor import TelemetrySampler
 from backend.metrics.live import LiveRun, LiveSnapshot
 from backend.metrics.sinks import PeakSink, SinkGroup
-from backend.metrics.stats import MemoryUse, Phase, RunEnd, RunStart, StatsSink, summarize
+from backend.metrics.stats import Phase, RunEnd, RunStart, StatsSink, summarize
 from backend.workload.datasets import build_requests, build_warmup_requests, count_requests, prompts_digest
 from backend.workload.spec import Workload
 from backend.workload.targets import Target
@@ -28,65 +28,6 @@ logger = logging.getLogger(__name__)
 SAMPLE_INTERVAL_S = 1.0
 
 ProgressCallback = Callable[[str, float, float, str], None]  # what, done, total, unit
-
-
-class LoadedInfo(Protocol):
-    """What a run stores about the loaded engine."""
-
-    @property
-    def resolved_config(self) -> EngineConfig: ...
-    @property
-    def model(self) -> Mapping[str, Any]: ...
-    @property
-    def load(self) -> Mapping[str, Any]: ...
-    @property
-    def notices(self) -> tuple[str, ...]: ...
-
-
-class RunHost(Protocol):
-    """What the queue needs of `EngineHost`."""
-
-    @property
-    def state(self) -> str: ...
-    def load(self, config: EngineConfig, on_phase: Callable[[Phase], None]) -> LoadedInfo: ...
-    def set_sink(self, sink: StatsSink | None) -> None: ...
-    def memory(self) -> MemoryUse: ...
-    def reset_peak_memory(self) -> None: ...
-    def unload(self) -> None: ...
-    def execute(self, function: Callable[[], RunEnd]) -> RunEnd: ...
-
-
-class Task(Protocol):
-    """What a run does that sends no workload to the engine, such as the kernel lab's."""
-
-    def __call__(self, sink: StatsSink, cancel: threading.Event) -> RunEnd:
-        """Do all of it, telling `sink` everything but the end; return soon after `cancel` is set.
-
-        It is called on the thread that owns the device, with no engine loaded.
-        """
-        ...
-
-
-@dataclass(eq=False)
-class _Job:
-    run_id: int
-    live: LiveRun
-    sinks: SinkGroup
-    cancel: threading.Event = field(default_factory=threading.Event, kw_only=True)
-
-
-@dataclass(eq=False)
-class _TaskJob(_Job):
-    task: Task
-
-
-@dataclass(eq=False)
-class _WorkloadJob(_Job):
-    config: EngineConfig
-    workload: Workload
-    in_flight: dict[str, Flight]
-    peaks: PeakSink
-    problem: ConfigError | None  # found when it was submitted; it ends the run as soon as that is taken up
 
 
 class _Cancelled(Exception):
@@ -116,9 +57,9 @@ class RunQueue:
         self._ensure_model = ensure_model or _ensure_model
         self._make_target = make_target or _in_process_target
         self._changed = threading.Condition()
-        self._queued: dict[int, _Job] = {}
-        self._active: _Job | None = None
-        self._last: _Job | None = None
+        self._queued: dict[int, Job] = {}
+        self._active: Job | None = None
+        self._last: Job | None = None
         self._pending: set[int] = set()  # queued, active, or about to be reported as ended
         self._ends: dict[int, RunEnd] = {}
         self._closed = False
@@ -137,7 +78,7 @@ class RunQueue:
         peaks = PeakSink()
         # The live view comes last: once it says "finished", the other sinks have the whole run.
         group = SinkGroup((peaks, *sinks, live))
-        self._enqueue(_WorkloadJob(run_id, live, group, config, workload, in_flight, peaks, problem))
+        self._enqueue(WorkloadJob(run_id, live, group, config, workload, in_flight, peaks, problem))
 
     def submit_task(self, run_id: int, task: Task, sinks: Sequence[StatsSink]) -> None:
         """Queue a run that is no workload and has the device to itself: the engine is unloaded before.
@@ -145,7 +86,7 @@ class RunQueue:
         Returns and raises as `submit`.
         """
         live = LiveRun(run_id)
-        self._enqueue(_TaskJob(run_id, live, SinkGroup((*sinks, live)), task))
+        self._enqueue(TaskJob(run_id, live, SinkGroup((*sinks, live)), task))
 
     def cancel(self, run_id: int) -> bool:
         """Ask for a run's end; False when it is not queued or running. One still queued has ended when this returns."""
@@ -196,7 +137,7 @@ class RunQueue:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _enqueue(self, job: _Job) -> None:
+    def _enqueue(self, job: Job) -> None:
         with self._changed:
             if self._closed:
                 raise EngineError("ServeLab is shutting down; no run can be started")
@@ -210,7 +151,7 @@ class RunQueue:
         while (job := self._take()) is not None:
             self._finish(job, self._run(job))
 
-    def _take(self) -> _Job | None:
+    def _take(self) -> Job | None:
         with self._changed:
             self._changed.wait_for(lambda: self._queued or self._closed)
             if self._closed:
@@ -219,7 +160,7 @@ class RunQueue:
             self._active = self._queued.pop(run_id)
             return self._active
 
-    def _finish(self, job: _Job, end: RunEnd) -> None:
+    def _finish(self, job: Job, end: RunEnd) -> None:
         job.sinks.on_run_end(end)
         with self._changed:
             self._pending.discard(job.run_id)
@@ -229,7 +170,7 @@ class RunQueue:
                 self._active = None
             self._changed.notify_all()
 
-    def _run(self, job: _Job) -> RunEnd:
+    def _run(self, job: Job) -> RunEnd:
         """From download to summary. Whatever goes wrong becomes the run's end."""
         try:
             return self._execute(job)
@@ -241,11 +182,11 @@ class RunQueue:
             logger.exception("run #%d failed", job.run_id)
             return RunEnd("failed", time.perf_counter(), error=f"{type(error).__name__}: {error}")
 
-    def _execute(self, job: _Job) -> RunEnd:
-        if isinstance(job, _TaskJob):
+    def _execute(self, job: Job) -> RunEnd:
+        if isinstance(job, TaskJob):
             self._host.unload()
             return self._host.execute(lambda: job.task(job.sinks, job.cancel))
-        assert isinstance(job, _WorkloadJob)
+        assert isinstance(job, WorkloadJob)
         if job.problem is not None:
             raise job.problem
         info = self._prepare(job)
@@ -290,7 +231,7 @@ class RunQueue:
             sampler.stop()
         return self._summarize(job, result)
 
-    def _prepare(self, job: _WorkloadJob) -> LoadedInfo:
+    def _prepare(self, job: WorkloadJob) -> LoadedInfo:
         """Model files, then the engine. A cancel takes effect at the next sign of progress."""
 
         def on_phase(phase: Phase) -> None:
@@ -316,7 +257,7 @@ class RunQueue:
         num_cached_tokens = self._host.num_cached_tokens()
         return {"state": "warm" if num_cached_tokens else "cold", "num_cached_tokens": num_cached_tokens}
 
-    def _summarize(self, job: _WorkloadJob, result: WorkloadResult) -> RunEnd:
+    def _summarize(self, job: WorkloadJob, result: WorkloadResult) -> RunEnd:
         job.sinks.on_phase(Phase("writing"))
         status, error = result.status, result.error
         if status == "finished" and error is not None and self._host_failure() is not None:
