@@ -54,7 +54,11 @@ class CacheSettings(_Section):
         None, ge=1, lt=2**31, description="KV blocks to allocate; by default what the memory settings leave."
     )
     dtype: Literal["auto"] = Field("auto", description="KV element type; auto is the model's.")
-    layout: Literal["paged"] = "paged"
+    layout: Literal["paged", "contiguous", "none"] = Field(
+        "paged",
+        description="paged: blocks as they are needed. contiguous: room for the longest request, reserved at once. "
+        "none: no KV cache, every step runs all tokens again.",
+    )
     enable_prefix_caching: bool = Field(
         True, description="Keep the KV of full blocks, so that requests that begin alike share it."
     )
@@ -72,8 +76,15 @@ class SchedulerSettings(_Section):
         le=2**20,
         description="Token budget of one step: small keeps decoding smooth, large prefills faster.",
     )
-    batching: Literal["continuous"] = "continuous"
-    policy: Literal["fcfs"] = "fcfs"
+    batching: Literal["continuous", "static"] = Field(
+        "continuous",
+        description="continuous: a free slot is filled at once. static: a batch runs until its longest request has ended.",
+    )
+    policy: Literal["fcfs", "prefill_first", "priority"] = Field(
+        "fcfs",
+        description="fcfs: decodes first, prompts with what is left. prefill_first: prompts whole, decodes stall meanwhile. "
+        "priority: as fcfs, the lowest priority number before the others.",
+    )
     preemption: Literal["recompute"] = "recompute"
     async_scheduling: bool | None = Field(
         None, description="Schedule a step while the one before runs, so that the GPU never waits. CUDA yes, CPU no."

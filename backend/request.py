@@ -25,6 +25,7 @@ class Request:
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int]
     arrival_time: float
+    priority: int = 0  # lower runs first, under `scheduler.policy = "priority"`
     status: RequestStatus = "waiting"
     finish_reason: FinishReason | None = None
     token_ids: list[int] = field(init=False)  # prompt and output

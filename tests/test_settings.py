@@ -33,12 +33,17 @@ CASES: list[tuple[type[Settings], str, Any, str]] = [
         "scheduler.max_num_seqs = 0: input should be greater than or equal to 1",
     ),
     (EngineConfig, "model.name", "", "model.name = ''"),
+    (EngineConfig, "cache.layout", "ring", "cache.layout = 'ring' is not supported; allowed: 'paged', 'contiguous'"),
+    (EngineConfig, "scheduler.batching", "dynamic", "scheduler.batching = 'dynamic' is not supported; allowed: 'cont"),
+    (
+        EngineConfig,
+        "scheduler.policy",
+        "lifo",
+        "scheduler.policy = 'lifo' is not supported; allowed: 'fcfs', 'prefill_",
+    ),
     # What comes later is refused by name until it exists.
-    (EngineConfig, "cache.layout", "contiguous", "cache.layout = 'contiguous' is not supported; allowed: 'paged'"),
     (EngineConfig, "cache.dtype", "int8", "cache.dtype = 'int8' is not supported; allowed: 'auto'"),
     (EngineConfig, "cache.enable_prefix_caching", "yes", "cache.enable_prefix_caching = 'yes'"),
-    (EngineConfig, "scheduler.batching", "static", "scheduler.batching = 'static' is not supported"),
-    (EngineConfig, "scheduler.policy", "priority", "scheduler.policy = 'priority' is not supported; allowed: 'fcfs'"),
     (EngineConfig, "scheduler.preemption", "swap", "scheduler.preemption = 'swap' is not supported"),
     (
         EngineConfig,
@@ -52,8 +57,8 @@ CASES: list[tuple[type[Settings], str, Any, str]] = [
     (
         Workload,
         "arrivals.kind",
-        "gamma",
-        "arrivals.kind = 'gamma' is not supported; allowed: 'all_at_once', 'closed_loop'",
+        "bursts",
+        "arrivals.kind = 'bursts' is not supported; allowed: 'all_at_once', 'closed_loop'",
     ),
     (Workload, "arrivals.kind", "poisson", "arrivals.rate is missing"),
     (Workload, "output_len", 0, "output_len = 0: input should be greater than or equal to 1"),

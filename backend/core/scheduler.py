@@ -1,17 +1,13 @@
 """`Scheduler`: which tokens of which requests run in the next step.
 
 There is no prefill phase and no decode phase: a request has `num_computed_tokens` and `num_tokens`, and each step lets the
-first catch up with the second under a token budget (the idea of vLLM's v1 scheduler). The rules beyond that:
+first catch up with the second under a token budget (the idea of vLLM's v1 scheduler). In which order is the policy's choice
+(`policies`), and who may join the running ones the batching's (`admission`). The rules beyond that:
 
-- Requests that need a single token go first, those served longest ago before the others. With a budget above their number
-  none of them ever misses a step, whatever prompts arrive; with a smaller one they take turns, and one token is kept for
-  prompts.
-- What is left goes to prompts, first come first served. A long one (more than half the budget) takes at most half of what
-  is left while another waits behind it, so that short ones are not held up; what then stays unused goes back to it.
-- A request is admitted, first come first served, only when the pool can hold all its tokens so far beside what the
-  running ones still need for theirs. It begins with the blocks that the prefix cache has of it.
-- When the pool is exhausted, the request admitted last gives up its blocks and waits at the head of the queue; its tokens
-  are kept and recomputed.
+- With a budget below the number of requests that need a single token, one token is kept for prompts.
+- A request is admitted only when the pool can hold all its tokens so far beside what the running ones still need for
+  theirs. It begins with the blocks that the prefix cache has of it.
+- When the pool is exhausted, the policy's victim gives up its blocks and waits again; its tokens are kept and recomputed.
 
 Steps may be scheduled before the results of earlier ones are known (asynchronous scheduling). `num_computed_tokens` moves
 on when a step is scheduled, and a token that the step will sample counts as a placeholder until `update_from_output`:
@@ -25,10 +21,11 @@ on when a step is scheduled, and a token that the step will sample counts as a p
 from __future__ import annotations
 
 from collections import deque
-from operator import attrgetter
 
+from backend.core.admission import Batching, ContinuousBatching, fits, missing_blocks
 from backend.core.kv_cache_manager import KVCacheManager
 from backend.core.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
+from backend.core.policies import FirstComeFirstServed
 from backend.core.step_plan import StepPlan, num_needed
 from backend.request import FinishReason, Request
 
@@ -39,17 +36,28 @@ class Scheduler:
     max_num_seqs: most requests in one step.
     max_num_batched_tokens: token budget of one step; may be below `max_num_seqs`.
     max_model_len: longest prompt plus output; the pool must be able to hold one such request.
+    policy: `FirstComeFirstServed` unless another is given.
+    batching: `ContinuousBatching` unless another is given.
     """
 
     def __init__(
-        self, kv_cache_manager: KVCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+        self,
+        kv_cache_manager: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: FirstComeFirstServed | None = None,
+        batching: Batching | None = None,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self._policy = policy or FirstComeFirstServed()
+        self._batching = batching or ContinuousBatching()
         self.requests: dict[str, Request] = {}
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[Request] = deque()  # in the order in which the policy lets them in
         self.running: list[Request] = []  # in order of admission
         self._step = 0
         self._finished_request_ids: list[str] = []
@@ -60,7 +68,7 @@ class Scheduler:
         """Queue a request. The caller has checked that it fits `max_model_len` and the pool."""
         request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
         self.requests[request.request_id] = request
-        self.waiting.append(request)
+        self._policy.enqueue(self.waiting, request)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request wherever it stands; None for one that is unknown or already over."""
@@ -82,20 +90,9 @@ class Scheduler:
 
         An output with neither is no step and is not to be carried out: there is nothing to do before a result comes.
         """
-        decodes, prompts = [], []
-        for request in self.running:
-            computed = request.num_computed_tokens
-            if len(request.token_ids) + request.num_placeholder_tokens - computed > 1:
-                prompts.append(request)
-            elif computed + 1 < request.max_num_tokens:  # else its last possible token is on its way
-                decodes.append(request)
+        decodes, prompts = self._running_by_kind()
         plan = StepPlan(self.max_num_batched_tokens, len(prompts))
-        self._schedule_decodes(plan, decodes)
-        self._schedule_prompts(plan, prompts)
-        if self.waiting and not plan.preempted:
-            self._admit_waiting(plan)
-        if plan.num_prompts and not plan.preempted:
-            self._spend_rest(plan)
+        self._policy.fill(self, plan, decodes, prompts)
         return self._to_output(plan)
 
     def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
@@ -123,11 +120,12 @@ class Scheduler:
                 outputs.append(RequestOutput(request_id, [], "error", output.errors[request_id]))
         return outputs
 
-    def _schedule_decodes(self, plan: StepPlan, decodes: list[Request]) -> None:
+    def schedule_decodes(self, plan: StepPlan, decodes: list[Request]) -> None:
+        """See `StepStages`; so the other public stages."""
         kept = 0
         if len(decodes) >= plan.budget:
-            decodes = sorted(decodes, key=attrgetter("last_scheduled_step"))
-            if plan.num_prompts or (self._may_admit() and self._next_fits()):
+            decodes = sorted(decodes, key=self._policy.turn)
+            if plan.num_prompts or self._next_fits():
                 kept = 1 if plan.budget > 1 else self._step % 2  # a budget of one token serves both kinds in turn
         num_tokens = plan.num_tokens
         for request in decodes:
@@ -139,76 +137,40 @@ class Scheduler:
             elif request.status == "running":  # and not preempted for one before it
                 self._schedule(plan, request, 1)
 
-    def _schedule_prompts(self, plan: StepPlan, prompts: list[Request]) -> None:
+    def schedule_prompts(self, plan: StepPlan, prompts: list[Request]) -> None:
         for request in prompts:
             if plan.budget == 0:
                 break
             if request.status != "running":
                 continue
-            num_tokens = self._share(plan, request, plan.num_prompts - 1)
-            if request is not prompts[0] and num_tokens < min(num_needed(request), self.max_num_batched_tokens // 8):
+            needed = num_needed(request)
+            num_tokens = self._share(plan, needed, bool(self.waiting) or plan.num_prompts > 1)
+            if request is not prompts[0] and num_tokens < min(needed, self.max_num_batched_tokens // 8):
                 continue  # a sliver would cost a row of the batch and bring its first token no nearer
             self._schedule(plan, request, num_tokens)
 
-    def _schedule(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
-        """Give a running request its blocks, preempting from the back of the line until it has them or is out itself."""
-        while (allocation := self.kv_cache_manager.allocate_slots(request, num_tokens)) is None:
-            victim = self.running[-1]
-            plan.remove(victim)
-            plan.num_prompts -= num_needed(victim) > 1
-            plan.preempted.append(victim.request_id)
-            self._preempt(victim)
-            if victim is request:
-                return
-        plan.add(request, num_tokens, allocation.block_ids)
-
-    def _may_admit(self) -> bool:
-        """Whether a slot is free and all tokens of the next request are known."""
-        return (
-            bool(self.waiting) and len(self.running) < self.max_num_seqs and self.waiting[0].num_placeholder_tokens == 0
-        )
-
-    def _next_fits(self) -> bool:
-        computed_blocks, _ = self.kv_cache_manager.get_computed_blocks(self.waiting[0])
-        return self._head_fits(self._owed_blocks(), computed_blocks)
-
-    def _head_fits(self, owed: int, computed_blocks: list[list[int]]) -> bool:
-        """Whether the pool holds the next request beside the `owed` blocks; what it shares with others is there."""
-        manager = self.kv_cache_manager
-        pool = manager.pool
-        num_shared = sum(pool.ref_cnt(block_id) > 0 for blocks in computed_blocks for block_id in blocks)
-        room = pool.num_free_blocks + pool.num_evictable_blocks
-        return owed + manager.blocks_needed(self.waiting[0].num_tokens) - num_shared <= room
-
-    def _owed_blocks(self) -> int:
-        """Blocks that running requests still need for the tokens they have, those on their way included."""
-        return sum(map(self._missing_blocks, self.running))
-
-    def _missing_blocks(self, request: Request) -> int:
-        num_tokens = len(request.token_ids) + request.num_placeholder_tokens
-        if num_tokens <= request.num_slots:
-            return 0
-        manager = self.kv_cache_manager
-        return manager.blocks_needed(num_tokens) - manager.num_blocks_of(request)
-
-    def _admit_waiting(self, plan: StepPlan) -> None:
+    def admit_waiting(self, plan: StepPlan) -> None:
+        if not self.waiting or plan.preempted:
+            return
         manager = self.kv_cache_manager
         owed: int | None = None
-        while plan.budget > 0 and self._may_admit():
+        while plan.budget > 0 and (request := self._next_request()) is not None:
             owed = self._owed_blocks() if owed is None else owed
-            request = self.waiting[0]
             computed_blocks, num_cached = manager.get_computed_blocks(request)
-            if not self._head_fits(owed, computed_blocks):
+            if not fits(manager, request, computed_blocks, owed):
+                return
+            others_wait = len(self.waiting) > 1 or plan.num_prompts > 0
+            num_tokens = self._share(plan, request.num_tokens - num_cached, others_wait)
+            if num_tokens == 0:
                 return
             manager.take_computed_blocks(request, computed_blocks)
             if request.num_preemptions == 0 and manager.caches_prefixes:
                 request.num_cached_tokens = num_cached
-            num_tokens = self._share(plan, request, plan.num_prompts)
             allocation = manager.allocate_slots(request, num_tokens)
             if allocation is None:
                 raise RuntimeError("the pool refused blocks that it had counted as free")
-            owed += self._missing_blocks(request)
-            self.waiting.popleft()
+            owed += missing_blocks(manager, request)
+            self.waiting.remove(request)
             request.status = "running"
             self.running.append(request)
             plan.num_prompts += num_needed(request) > 1
@@ -216,8 +178,9 @@ class Scheduler:
             held = [shared + new for shared, new in zip(computed_blocks, allocation.block_ids, strict=True)]
             plan.add(request, num_tokens, held)
 
-    def _spend_rest(self, plan: StepPlan) -> None:
-        """Hand what nobody else wanted to the prompts that had been held to a share."""
+    def spend_rest(self, plan: StepPlan) -> None:
+        if not plan.num_prompts or plan.preempted:
+            return
         for request, scheduled in list(plan.num_tokens.items()):
             more = min(num_needed(request) - scheduled, plan.budget)
             if more <= 0:
@@ -226,13 +189,50 @@ class Scheduler:
             if allocation is not None:
                 plan.add(request, more, allocation.block_ids)
 
-    def _share(self, plan: StepPlan, request: Request, num_other_prompts: int) -> int:
-        """Tokens this prompt may run now, at least one."""
-        needed, available = num_needed(request), plan.budget
-        others_wait = bool(self.waiting) and (len(self.waiting) > 1 or self.waiting[0] is not request)
-        if needed > self.max_num_batched_tokens // 2 and (others_wait or num_other_prompts):
-            available //= 2
-        return max(1, min(needed, available))
+    def _running_by_kind(self) -> tuple[list[Request], list[Request]]:
+        """Running requests that need a single token, and those that need more; both in order of admission."""
+        decodes, prompts = [], []
+        for request in self.running:
+            computed = request.num_computed_tokens
+            if len(request.token_ids) + request.num_placeholder_tokens - computed > 1:
+                prompts.append(request)
+            elif computed + 1 < request.max_num_tokens:  # else its last possible token is on its way
+                decodes.append(request)
+        return decodes, prompts
+
+    def _schedule(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
+        """Give a running request its blocks, preempting until it has them or is out itself."""
+        while (allocation := self.kv_cache_manager.allocate_slots(request, num_tokens)) is None:
+            victim = self._policy.victim(self.running)
+            plan.remove(victim)
+            plan.num_prompts -= num_needed(victim) > 1
+            plan.preempted.append(victim.request_id)
+            self._preempt(victim)
+            if victim is request:
+                return
+        plan.add(request, num_tokens, allocation.block_ids)
+
+    def _next_request(self) -> Request | None:
+        """Who is to be admitted next, if a slot is free and all its tokens are known."""
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return None
+        request = self._batching.next_request(self.waiting, self.kv_cache_manager, self.max_num_seqs)
+        return request if request is not None and request.num_placeholder_tokens == 0 else None
+
+    def _next_fits(self) -> bool:
+        request = self._next_request()
+        if request is None:
+            return False
+        computed_blocks, _ = self.kv_cache_manager.get_computed_blocks(request)
+        return fits(self.kv_cache_manager, request, computed_blocks, self._owed_blocks())
+
+    def _owed_blocks(self) -> int:
+        """Blocks that running requests still need."""
+        return sum(missing_blocks(self.kv_cache_manager, request) for request in self.running)
+
+    def _share(self, plan: StepPlan, needed: int, others_wait: bool) -> int:
+        """Tokens that a prompt may run now."""
+        return self._policy.share(plan, needed, others_wait)
 
     def _preempt(self, request: Request) -> None:
         self.kv_cache_manager.free(request)
@@ -241,7 +241,7 @@ class Scheduler:
         request.num_recompute_tokens = max(request.num_recompute_tokens, request.num_computed_tokens)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        self.waiting.appendleft(request)
+        self._policy.put_back(self.waiting, request)
 
     def _append(self, request: Request, sampled: list[int]) -> list[int]:
         """Take sampled tokens up to the first that ends the request; those of them that belong to its output."""

@@ -12,12 +12,16 @@ from backend.request import Request
 class StepPlan:
     """A step while it is being put together."""
 
-    budget: int
+    max_num_batched_tokens: int
     num_prompts: int  # running requests that need more than one token
+    budget: int = field(init=False)  # tokens that the step can still take
     num_tokens: dict[Request, int] = field(default_factory=dict)  # to run in this step; its order is the batch's
     new_block_ids: dict[Request, list[list[int]]] = field(default_factory=dict)  # one list per KV group
-    admitted: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)  # the worker is told all about them
     preempted: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.budget = self.max_num_batched_tokens
 
     def add(self, request: Request, num_tokens: int, block_ids: list[list[int]]) -> None:
         known = self.new_block_ids.get(request)

@@ -76,7 +76,7 @@ class LLMEngine:
         self._step = 0
         self._num_submitted = 0  # steps, since the sink was set
         self._in_flight: deque[_Step] = deque()
-        self._max_ahead = 1 if config.scheduler.async_scheduling else 0  # steps in flight beside the one that is waited for
+        self._max_ahead = 1 if config.scheduler.async_scheduling else 0  # steps in flight beside the one waited for
         self._last_result = self._last_end = 0.0  # of the step before
 
     def check_request(self, token_ids: list[int], sampling: SamplingParams) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from backend.config import EngineConfig
 from backend.core.block_hash import BlockHash, prefix_key
+from backend.core.kv_layouts import resolve_layout
 from backend.engine.llm_engine import LLMEngine
 from backend.errors import CapacityError, ConfigError
 from backend.metrics.stats import Phase
@@ -71,6 +72,7 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
         )
         num_blocks = runner.determine_num_blocks()
         resolved, notices = _fit_to_pool(config, resolved, num_blocks)
+        resolved, layout_notices = resolve_layout(resolved)
         assert resolved.model.max_model_len is not None
         runner.initialize_kv_cache(num_blocks, resolved.model.max_model_len)
         runner.capture_cuda_graphs(
@@ -101,7 +103,7 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
             "kv_bytes_per_token": runner.kv_group.bytes_per_token,
             "num_blocks": num_blocks,
         },
-        notices=(*loaded.notices, *notices),
+        notices=(*loaded.notices, *notices, *layout_notices),
     )
     return LoadedEngine(engine, tokenizer, info)
 

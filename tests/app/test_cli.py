@@ -341,7 +341,7 @@ BAD_INPUT = [
     (["run", "-c", "{folder}/config.toml"], 1, ["cache.pages", "block_size"]),
     (["run", "-w", "{folder}/workload.toml"], 1, ["arrivals", "burst", "poisson"]),
     (["run", "--set", "cache.block_size=24"], 1, ["cache.block_size", "24", "16"]),
-    (["run", "--set", "cache.layout=contiguous"], 1, ["cache.layout", "contiguous", "paged"]),
+    (["run", "--set", "cache.layout=ring"], 1, ["cache.layout", "ring", "paged"]),
     (["run", "--set", "quantization.method=awq"], 1, ["quantization.method", "awq"]),
     (["run", "--set", "sampling.temperature=1"], 1, ["sampling", "model", "workload"]),
     (["run", "--set", "workload.output_len=0"], 1, ["output_len", "0"]),

@@ -122,7 +122,7 @@ def test_hand_written_lines_win() -> None:
     ("values", "named"),
     [
         ({form.OVERRIDES: "cache.blocksize=8"}, "cache.blocksize"),
-        ({form.OVERRIDES: "cache.layout=contiguous"}, "cache.layout"),
+        ({form.OVERRIDES: "cache.layout=ring"}, "cache.layout"),
         ({form.OVERRIDES: "nonsense"}, "nonsense"),
         ({form.MODEL: " "}, "model.name"),
         ({form.SOURCE: "own"}, "workload.source.prompts"),

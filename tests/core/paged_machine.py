@@ -11,10 +11,12 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from backend.config import EngineConfig
 from backend.core.block_hash import prefix_key
-from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
+from backend.core.kv_cache_manager import KVGroupSpec
+from backend.core.kv_layouts import resolve_layout
 from backend.core.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
-from backend.core.scheduler import Scheduler
+from backend.core.scheduler_factory import make_scheduler
 from backend.request import Request
 from backend.sampling_params import SamplingParams
 
@@ -91,16 +93,26 @@ class Lab:
     max_model_len: int | None = None
     ahead: int = 0
     prefix_caching: bool = False
+    batching: str = "continuous"
+    policy: str = "fcfs"
+    layout: str = "paged"
 
     def __post_init__(self) -> None:
         key = prefix_key(model="a machine") if self.prefix_caching else None
-        self.manager = KVCacheManager(self.num_blocks, self.block_size, [KVGroupSpec(1, 1, 1, 1)], key)
-        self.scheduler = Scheduler(
-            self.manager,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len or self.num_blocks * self.block_size,
+        config = EngineConfig().with_overrides(
+            {
+                "cache.num_blocks": self.num_blocks,
+                "cache.block_size": self.block_size,
+                "cache.layout": self.layout,
+                "scheduler.max_num_seqs": self.max_num_seqs,
+                "scheduler.max_num_batched_tokens": self.max_num_batched_tokens,
+                "scheduler.batching": self.batching,
+                "scheduler.policy": self.policy,
+                "model.max_model_len": self.max_model_len or self.num_blocks * self.block_size,
+            }
         )
+        self.scheduler = make_scheduler(resolve_layout(config)[0], [KVGroupSpec(1, 1, 1, 1)], key)
+        self.manager = self.scheduler.kv_cache_manager
         self.machine = PagedMachine(self.num_blocks, self.block_size)
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
@@ -114,10 +126,11 @@ class Lab:
         prompt: Sequence[int],
         max_tokens: int = 8,
         eos_token_ids: Iterable[int] = (),
+        priority: int = 0,
         **sampling: object,
     ) -> Request:
         params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
-        request = Request(request_id, list(prompt), params, frozenset(eos_token_ids), 0.0)
+        request = Request(request_id, list(prompt), params, frozenset(eos_token_ids), 0.0, priority)
         self.scheduler.add_request(request)
         self.tokens[request_id] = []
         return request

@@ -1,0 +1,75 @@
+"""Admission: which waiting request may join the running ones, and whether the pool has room for it.
+
+`ContinuousBatching` fills a slot as soon as it is free (iteration-level scheduling, Yu et al. 2022, Orca). `StaticBatching`
+is what servers did before: a batch runs until its longest member has ended, and nobody joins it meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from backend.core.kv_cache_manager import KVCacheManager
+from backend.request import Request
+
+
+class Batching(Protocol):
+    def next_request(self, waiting: Iterable[Request], manager: KVCacheManager, max_num_seqs: int) -> Request | None:
+        """The request to be admitted next, if it can be. None: nobody may join now.
+
+        Args:
+            waiting: in the order in which they are to be admitted, at least one.
+            manager: the pool; asked how many fit it.
+            max_num_seqs: most requests that run at once.
+        """
+        ...
+
+
+class ContinuousBatching:
+    def next_request(self, waiting: Iterable[Request], manager: KVCacheManager, max_num_seqs: int) -> Request | None:
+        return next(iter(waiting))
+
+
+class StaticBatching:
+    """The batch is chosen when everyone of the one before has ended: the first that wait then, as many as the pool holds.
+
+    Each counts with all its blocks, also those that the prefix cache has. A member that is preempted stays one.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[Request, None] = {}
+
+    def next_request(self, waiting: Iterable[Request], manager: KVCacheManager, max_num_seqs: int) -> Request | None:
+        # Backwards: as long as members are left to be admitted, they are the last ones.
+        if not any(member.status in ("waiting", "preempted") for member in reversed(self._members)):
+            if any(member.status == "running" for member in self._members):
+                return None
+            self._members = _first_that_fit(waiting, manager, max_num_seqs)
+        return next(request for request in waiting if request in self._members)
+
+
+def _first_that_fit(waiting: Iterable[Request], manager: KVCacheManager, max_num_seqs: int) -> dict[Request, None]:
+    room = manager.pool.num_blocks
+    members: dict[Request, None] = {}
+    for request in waiting:
+        room -= manager.blocks_needed(request.num_tokens)
+        if room < 0 or len(members) == max_num_seqs:
+            break
+        members[request] = None
+    return members
+
+
+def fits(manager: KVCacheManager, request: Request, computed_blocks: list[list[int]], owed: int) -> bool:
+    """Whether the pool holds a waiting request beside the `owed` blocks; what it shares with others is there."""
+    pool = manager.pool
+    num_shared = sum(pool.ref_cnt(block_id) > 0 for blocks in computed_blocks for block_id in blocks)
+    room = pool.num_free_blocks + pool.num_evictable_blocks
+    return owed + manager.blocks_needed(request.num_tokens) - num_shared <= room
+
+
+def missing_blocks(manager: KVCacheManager, request: Request) -> int:
+    """Blocks that a running request still needs for the tokens it has, those on their way included."""
+    num_tokens = len(request.token_ids) + request.num_placeholder_tokens
+    if num_tokens <= request.num_slots:
+        return 0
+    return manager.blocks_needed(num_tokens) - manager.num_blocks_of(request)

@@ -1,0 +1,50 @@
+"""From a config to the scheduler it asks for: the one place where policy, batching and KV layout are chosen."""
+
+from __future__ import annotations
+
+from backend.config import EngineConfig
+from backend.core.admission import ContinuousBatching, StaticBatching
+from backend.core.block_hash import BlockHash
+from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
+from backend.core.kv_layouts import ContiguousKVCacheManager
+from backend.core.policies import FirstComeFirstServed, PrefillFirst, Priority
+from backend.core.recompute_scheduler import RecomputeScheduler
+from backend.core.scheduler import Scheduler
+from backend.errors import EngineError
+
+_POLICIES = {"fcfs": FirstComeFirstServed, "prefill_first": PrefillFirst, "priority": Priority}
+_BATCHINGS = {"continuous": ContinuousBatching, "static": StaticBatching}
+
+
+def make_scheduler(
+    config: EngineConfig, kv_groups: list[KVGroupSpec], prefix_key: BlockHash | None = None
+) -> Scheduler:
+    """A scheduler and its pool.
+
+    Args:
+        config: fully resolved.
+        kv_groups: shapes of the model's KV.
+        prefix_key: of the prefix cache, see `KVCacheManager`; None when there is none. Only the paged layout has one.
+
+    Raises:
+        EngineError: `config` has gaps.
+    """
+    cache, settings, length = config.cache, config.scheduler, config.model.max_model_len
+    if cache.num_blocks is None or settings.max_num_seqs is None or settings.max_num_batched_tokens is None:
+        raise EngineError("the engine needs a resolved config: cache.num_blocks or scheduler.* is not filled in")
+    if length is None:
+        raise EngineError("the engine needs a resolved config: model.max_model_len is not filled in")
+    if cache.layout == "contiguous":
+        manager = ContiguousKVCacheManager(cache.num_blocks, cache.block_size, kv_groups, length)
+    else:
+        key = prefix_key if cache.layout == "paged" else None
+        manager = KVCacheManager(cache.num_blocks, cache.block_size, kv_groups, key)
+    scheduler_class = RecomputeScheduler if cache.layout == "none" else Scheduler
+    return scheduler_class(
+        manager,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=length,
+        policy=_POLICIES[settings.policy](),
+        batching=_BATCHINGS[settings.batching](),
+    )
