@@ -23,14 +23,12 @@ from db.run_ids import parse_run_id
 Values = Mapping[str, Any]
 
 _ALWAYS_SHOWN = (*form.CONFIG_FIELDS, *form.SAMPLING_FIELDS, *form.SLO_FIELDS, *form.RUN_FIELDS)
-_ALL_FIELDS = {
-    field.key: field
-    for field in (
-        *_ALWAYS_SHOWN,
-        *(field for fields in form.SOURCE_FIELDS.values() for field in fields),
-        *form.ARRIVAL_FIELDS.values(),
-    )
-}
+_ALL_FIELDS: dict[str, Field] = {}
+for _field in (
+    *_ALWAYS_SHOWN,
+    *(field for fields in (*form.SOURCE_FIELDS.values(), *form.ARRIVAL_FIELDS.values()) for field in fields),
+):
+    _ALL_FIELDS.setdefault(_field.key, _field)  # where kinds share a key, an empty box is the default of each
 
 
 def default_values() -> dict[str, Any]:
@@ -156,24 +154,23 @@ def _field_line(field: Field, values: Values) -> list[str]:
 
 def _source_lines(values: Values) -> list[str]:
     choice = values[form.SOURCE]
-    lines = [f"{form.SOURCE}.kind={toml_value(choice)}"] if choice in form.SOURCE_LENGTHS else []
+    lines = [] if choice in ("built_in", "own", "file") else [f"{form.SOURCE}.kind={toml_value(choice)}"]
     for field in form.SOURCE_FIELDS[choice]:
-        lines += _field_line(field, values)
-    if choice in form.SOURCE_LENGTHS:
-        lines += _length_lines(*form.SOURCE_LENGTHS[choice], values=values)
-    for key, needed in (("own", "prompts"), ("file", "file")):
-        if choice == key and not any(line.startswith(f"{form.SOURCE}.{needed}=") for line in lines):
-            raise ConfigError(f"{form.SOURCE}.{needed} is empty; it takes: {form.help_of(f'{form.SOURCE}.{needed}')}")
+        line = _field_line(field, values)
+        if field.key == form.NEEDED.get(choice) and not line:
+            raise ConfigError(f"{field.key} is empty; it takes: {field.help}")
+        lines += line
+    for key in form.SOURCE_LENGTHS.get(choice, ()):
+        lines += _length_lines(key, form.LENGTHS[key], values)
     return lines
 
 
 def _arrival_lines(values: Values) -> list[str]:
     kind = values[form.ARRIVALS]
-    if kind == "all_at_once":
+    if kind == "all_at_once" and values[form.SOURCE] not in form.TRACES:
         return []
-    field = form.ARRIVAL_FIELDS[kind]
-    value = from_widget(field, values[field.key])
-    return [f"{form.ARRIVALS}={toml_value(kind)}", f"{field.key}={toml_value(value)}"]
+    settings = {field.key: from_widget(field, values[field.key]) for field in form.ARRIVAL_FIELDS.get(kind, ())}
+    return [f"{key}={toml_value(value)}" for key, value in ({form.ARRIVALS: kind} | settings).items()]
 
 
 def _length_lines(key: str, default: int, values: Values) -> list[str]:

@@ -8,7 +8,18 @@ from dataclasses import replace
 from app.components.fields import Field, fields_of
 from backend.config import EngineConfig
 from backend.sampling_params import SamplingSettings
-from backend.workload.spec import PromptsSource, ServiceLevel, SharedPrefixSource, SyntheticSource, Workload
+from backend.workload.spec import (
+    ConversationsSource,
+    GammaRate,
+    MooncakeSource,
+    PromptsSource,
+    ServiceLevel,
+    SharedPrefixSource,
+    SyntheticSource,
+    TraceSource,
+    TraceTimes,
+    Workload,
+)
 
 MODEL = "model.name"
 SOURCE = "workload.source"
@@ -24,12 +35,18 @@ SOURCES = {
     "file": "Prompts from a JSONL file",
     "synthetic": "Synthetic token ids",
     "shared_prefix": "Shared prefixes",
+    "conversations": "Conversations",
+    "trace": "Azure trace (CSV)",
+    "mooncake": "Mooncake trace (JSONL)",
 }
+TRACES = ("trace", "mooncake")  # the sources that bring arrival times along
 ARRIVAL_KINDS = {
     "all_at_once": "All at once",
     "closed_loop": "Closed loop",
     "constant": "Constant rate",
     "poisson": "Poisson",
+    "gamma": "Gamma",
+    "trace": "Times of the trace",
 }
 LENGTH_KINDS = {"fixed": "Fixed", "uniform": "Uniform", "normal": "Normal"}
 
@@ -50,8 +67,19 @@ _HELP = {
     "workload.source.prefix_len": "Tokens that the prompts of a group share.",
     "workload.source.prompt_len": "Tokens per prompt: longer ones cost prefill and KV cache.",
     "workload.source.suffix_len": "Tokens per prompt after the shared prefix.",
+    "workload.source.num_conversations": "More conversations keep more KV between turns.",
+    "workload.source.turns": "Each turn's prompt is all before it, answers included, and new tokens.",
+    "workload.source.first_len": "Tokens of a conversation's first prompt.",
+    "workload.source.turn_len": "Tokens that each further turn adds.",
+    "workload.source.think_time_s": "Mean pause between an answer and the next turn: longer ones let the cache forget.",
+    "workload.source.block_len": "Prompt tokens per hash id: equal ids are equal tokens.",
+    "workload.source.scale": "Divides all lengths, the blocks' too: long traces fit small models.",
+    "workload.source.max_prompt_len": "Longer prompts are cut; the model's context cuts them in any case.",
+    "workload.source.max_output_len": "Longer answers are cut.",
     "workload.arrivals.concurrency": "Requests in flight: more raise throughput and the wait of each.",
     "workload.arrivals.rate": "Above what the engine can do, the queue only grows.",
+    "workload.arrivals.burstiness": "1 is Poisson; below, requests come in bursts, above, more evenly.",
+    "workload.arrivals.speedup": "Above 1 the trace is replayed faster than it was recorded.",
     "workload.slo.ttft_ms": "The latest first token that still counts for goodput.",
     "workload.slo.tpot_ms": "The slowest output token that still counts for goodput.",
     "workload.seed": "Same seed: same prompts, lengths, arrivals and draws.",
@@ -75,6 +103,15 @@ _LABELS = {
     "workload.source.prefix_len": "Prefix tokens",
     "workload.source.prompt_len": "Prompt tokens",
     "workload.source.suffix_len": "Tokens after the prefix",
+    "workload.source.num_conversations": "Conversations",
+    "workload.source.first_len": "Tokens of the first turn",
+    "workload.source.turn_len": "Tokens per further turn",
+    "workload.source.system_len": "System prompt tokens",
+    "workload.source.think_time_s": "Think time (s)",
+    "workload.source.block_len": "Tokens per block",
+    "workload.source.scale": "Lengths divided by",
+    "workload.source.max_prompt_len": "Longest prompt",
+    "workload.source.max_output_len": "Longest answer",
     "workload.arrivals.concurrency": "In flight",
     "workload.arrivals.rate": "Requests per second",
     "workload.output_len": "Output tokens",
@@ -93,6 +130,8 @@ _LABELS = {
 _EMPTY = {
     "model.revision": "none",
     "workload.source.limit": "all",
+    "workload.source.max_prompt_len": "any",
+    "workload.source.max_output_len": "any",
     "workload.slo.preset": "none",
     "workload.slo.ttft_ms": "no limit",
     "workload.slo.tpot_ms": "no limit",
@@ -131,6 +170,11 @@ def _named(fields: Iterable[Field], *names: str) -> tuple[Field, ...]:
     return _for_form(by_name[name] for name in names)
 
 
+def _file(help_text: str) -> Field:
+    """The path of a source's file; an empty box is no path, also where there must be one."""
+    return replace(next(field for field in _prompts if field.key == f"{SOURCE}.file"), help=help_text)
+
+
 _prompts = list(fields_of(PromptsSource, f"{SOURCE}."))
 SOURCE_FIELDS: dict[str, tuple[Field, ...]] = {
     "built_in": _named(_prompts, "limit", "chat"),
@@ -138,26 +182,44 @@ SOURCE_FIELDS: dict[str, tuple[Field, ...]] = {
     "file": _named(_prompts, "file", "field", "limit", "chat"),
     "synthetic": _named(fields_of(SyntheticSource, f"{SOURCE}."), "num_requests"),
     "shared_prefix": _named(fields_of(SharedPrefixSource, f"{SOURCE}."), "groups", "prompts_per_group", "prefix_len"),
-}
-# The length that a kind of source asks for besides: its key and default.
-SOURCE_LENGTHS: dict[str, tuple[str, int]] = {
-    "synthetic": (f"{SOURCE}.prompt_len", SyntheticSource.model_fields["prompt_len"].default),
-    "shared_prefix": (f"{SOURCE}.suffix_len", SharedPrefixSource.model_fields["suffix_len"].default),
-}
-_RATE = Field("workload.arrivals.rate", "float", 4.0, help_of("workload.arrivals.rate"))
-ARRIVAL_FIELDS: dict[str, Field] = {
-    "closed_loop": Field(
-        "workload.arrivals.concurrency",
-        "int",
-        4,
-        help_of("workload.arrivals.concurrency"),
+    "conversations": _named(
+        fields_of(ConversationsSource, f"{SOURCE}."), "num_conversations", "system_len", "think_time_s"
     ),
-    "constant": _RATE,
-    "poisson": _RATE,
+    "trace": (
+        _file("A path on this machine; columns TIMESTAMP, ContextTokens and GeneratedTokens."),
+        *_named(fields_of(TraceSource, f"{SOURCE}."), "limit", "max_prompt_len", "max_output_len"),
+    ),
+    "mooncake": (
+        _file("A path on this machine; timestamp, input_length, output_length and hash_ids a line."),
+        *_named(
+            fields_of(MooncakeSource, f"{SOURCE}."), "limit", "block_len", "scale", "max_prompt_len", "max_output_len"
+        ),
+    ),
 }
+# What must be filled in, by kind of source.
+NEEDED = {"own": f"{SOURCE}.prompts", **dict.fromkeys(("file", *TRACES), f"{SOURCE}.file")}
+# The lengths that a kind of source asks for besides, and all of them with their defaults.
+SOURCE_LENGTHS: dict[str, tuple[str, ...]] = {
+    "synthetic": (f"{SOURCE}.prompt_len",),
+    "shared_prefix": (f"{SOURCE}.suffix_len",),
+    "conversations": (f"{SOURCE}.turns", f"{SOURCE}.first_len", f"{SOURCE}.turn_len"),
+}
+_SETTINGS = {"synthetic": SyntheticSource, "shared_prefix": SharedPrefixSource, "conversations": ConversationsSource}
 LENGTHS: dict[str, int] = {
     OUTPUT_LEN: Workload.model_fields["output_len"].default,
-    **dict(SOURCE_LENGTHS.values()),
+    **{
+        key: _SETTINGS[source].model_fields[key.rpartition(".")[2]].default
+        for source, keys in SOURCE_LENGTHS.items()
+        for key in keys
+    },
+}
+_RATE = Field("workload.arrivals.rate", "float", 4.0, help_of("workload.arrivals.rate"))
+ARRIVAL_FIELDS: dict[str, tuple[Field, ...]] = {
+    "closed_loop": (Field("workload.arrivals.concurrency", "int", 4, help_of("workload.arrivals.concurrency")),),
+    "constant": (_RATE,),
+    "poisson": (_RATE,),
+    "gamma": (_RATE, *_named(fields_of(GammaRate, "workload.arrivals."), "burstiness")),
+    "trace": _named(fields_of(TraceTimes, "workload.arrivals."), "speedup"),
 }
 
 CONFIG_FIELDS = _for_form(field for field in fields_of(EngineConfig) if field.key != MODEL)

@@ -18,6 +18,7 @@ SAME_CLICK_S = 2.0  # a second press within this time, for the very same run, is
 
 _ERROR = "form error"
 _LAST_START = "last start"
+_WITHOUT_TRACE = {kind: words for kind, words in form.ARRIVAL_KINDS.items() if kind != "trace"}
 _MODEL_STATES = {
     "not pulled": "will be pulled",
     "damaged": "damaged, will be pulled again",
@@ -31,12 +32,16 @@ def show(services: Services) -> None:
             with grid.cell(column_span=2):
                 _model()
             widgets.choice(
-                form.SOURCE, form.SOURCES, "Workload", "What is asked: text, or exact numbers of random tokens."
+                form.SOURCE,
+                form.SOURCES,
+                "Workload",
+                "What is asked: text, or exact numbers of random tokens.",
+                on_change=_arrive_as_source_does,
             )
-            widgets.choice(
-                form.ARRIVALS, form.ARRIVAL_KINDS, "Arrivals", "When: a burst shows throughput, a rate shows waiting."
-            )
-            widgets.length(form.OUTPUT_LEN, form.LENGTHS[form.OUTPUT_LEN])
+            kinds = form.ARRIVAL_KINDS if widgets.value(form.SOURCE) in form.TRACES else _WITHOUT_TRACE
+            widgets.choice(form.ARRIVALS, kinds, "Arrivals", "When: a burst shows throughput, a rate shows waiting.")
+            if widgets.value(form.SOURCE) not in form.TRACES:
+                widgets.length(form.OUTPUT_LEN, form.LENGTHS[form.OUTPUT_LEN])
             _temperature()
         _what_the_choices_ask()
         with st.expander("Advanced", icon=":material/tune:"):
@@ -45,6 +50,13 @@ def show(services: Services) -> None:
         error = st.session_state.get(_ERROR)
         if error:
             st.error(error, icon=":material/error:")
+
+
+def _arrive_as_source_does() -> None:
+    """A trace that is chosen brings its times along; without one there are none."""
+    has_times = widgets.value(form.SOURCE) in form.TRACES
+    if widgets.value(form.ARRIVALS) == ("all_at_once" if has_times else "trace"):
+        widgets.fill({form.ARRIVALS: "trace" if has_times else "all_at_once"})
 
 
 def _model() -> None:
@@ -79,7 +91,7 @@ def _what_the_choices_ask() -> None:
     """The fields of the chosen workload and arrivals; none for the defaults."""
     source, arrivals = widgets.value(form.SOURCE), widgets.value(form.ARRIVALS)
     fields = [field for field in form.SOURCE_FIELDS[source] if source != "built_in"]
-    fields += [form.ARRIVAL_FIELDS[arrivals]] if arrivals in form.ARRIVAL_FIELDS else []
+    fields += form.ARRIVAL_FIELDS.get(arrivals, ())
     for field in fields:
         if field.kind == "text_list":
             widgets.setting(field)
@@ -89,8 +101,8 @@ def _what_the_choices_ask() -> None:
     with st.grid(6, min_column_width=140, vertical_alignment="bottom"):
         for field in rest:
             widgets.setting(field)
-        if source in form.SOURCE_LENGTHS:
-            widgets.length(*form.SOURCE_LENGTHS[source])
+        for key in form.SOURCE_LENGTHS.get(source, ()):
+            widgets.length(key, form.LENGTHS[key])
 
 
 def _advanced() -> None:
@@ -100,9 +112,8 @@ def _advanced() -> None:
         if source == "built_in":
             for field in form.SOURCE_FIELDS[source]:
                 widgets.setting(field)
-        widgets.length_kind(form.OUTPUT_LEN)
-        if source in form.SOURCE_LENGTHS:
-            widgets.length_kind(form.SOURCE_LENGTHS[source][0])
+        for key in (*(() if source in form.TRACES else (form.OUTPUT_LEN,)), *form.SOURCE_LENGTHS.get(source, ())):
+            widgets.length_kind(key)
         for field in (*form.RUN_FIELDS, *form.SLO_FIELDS):
             widgets.setting(field)
     st.markdown("**Sampling**")

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app.components.form_fields import ARRIVAL_KINDS
+from app.components.form_fields import ARRIVAL_KINDS, TRACES
 from backend.experiments.compare import metric_value
 from backend.workload.prompts import BUILT_IN_PROMPTS
 from db.run_rows import Run
@@ -86,30 +86,42 @@ def lab_text(config: Mapping[str, Any]) -> str:
 
 
 def workload_text(workload: Mapping[str, Any]) -> str:
-    """A workload in a few words: "chat prompts, Poisson 4/s, 64 out"."""
+    """A workload in a few words: "chat prompts, Poisson 4/s, 64 out"; a trace has its own lengths."""
     source, arrivals = workload["source"], workload["arrivals"]
     asked = {
         "prompts": _prompts_text(source),
         "synthetic": f"{source.get('num_requests')} synthetic",
         "shared_prefix": "shared prefixes",
+        "conversations": f"{source.get('num_conversations')} conversations",
+        "trace": _first_of_file(source),
+        "mooncake": _first_of_file(source),
     }[source["kind"]]
     when = ARRIVAL_KINDS[arrivals["kind"]].lower()
     if "rate" in arrivals:
         when += f" {arrivals['rate']:g}/s"
     elif "concurrency" in arrivals:
         when += f" of {arrivals['concurrency']}"
+    elif arrivals.get("speedup", 1) != 1:
+        when += f" ×{arrivals['speedup']:g}"
+    if source["kind"] in TRACES:
+        return f"{asked}, {when}"
     length = workload["output_len"]
     return f"{asked}, {when}, {length if isinstance(length, int) else length['kind']} out"
 
 
 def _prompts_text(source: Mapping[str, Any]) -> str:
-    own, file, limit = source.get("prompts"), source.get("file"), source.get("limit")
-    if file:
-        text = f"{limit} of {Path(file).name}" if limit else Path(file).name
+    own, limit = source.get("prompts"), source.get("limit")
+    if source.get("file"):
+        text = _first_of_file(source)
     else:
         count = len(own or BUILT_IN_PROMPTS)
         text = f"{min(count, limit or count)} {'own' if own else 'built-in'}"
     return f"{text} {'chat' if source.get('chat') else 'raw'} prompts"
+
+
+def _first_of_file(source: Mapping[str, Any]) -> str:
+    name, limit = Path(source.get("file") or "").name, source.get("limit")
+    return f"{limit} of {name}" if limit else name
 
 
 def _columns() -> dict[str, Any]:

@@ -21,7 +21,10 @@ def toml_document(data: Mapping[str, Any]) -> str:
 def setting_lines(config: EngineConfig, workload: Workload) -> list[str]:
     """`key=value` for every setting that is not the default, as `servelab run --set` takes it."""
     lines = _differences(EngineConfig().to_dict(), config.to_dict(), "")
-    return lines + _differences(Workload().to_dict(), workload.to_dict(), WORKLOAD_PREFIX)
+    # Arrivals that are left out are the source's, which need not be those of the default one.
+    same_source = Workload.from_dict({"source": workload.source.to_dict()}).to_dict()
+    default = Workload().to_dict() | {"arrivals": same_source["arrivals"]}
+    return lines + _differences(default, workload.to_dict(), WORKLOAD_PREFIX)
 
 
 def cli_command(config: EngineConfig, workload: Workload, label: str | None = None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import streamlit as st
@@ -41,14 +41,21 @@ def value(key: str) -> Any:
     return st.session_state[key_of(key)]
 
 
-def choice(key: str, options: Mapping[str, str], label: str, help_text: str = "") -> str:
-    """A selectbox over named options."""
+def choice(
+    key: str,
+    options: Mapping[str, str],
+    label: str,
+    help_text: str = "",
+    on_change: Callable[[], None] | None = None,
+) -> str:
+    """A selectbox over named options; `on_change` is called when somebody has chosen another one."""
     return st.selectbox(
         label,
         list(options),
         format_func=lambda option: options[option],
         key=key_of(key),
         help=help_text or None,
+        on_change=on_change,
         persist_state="session",
     )
 

@@ -19,7 +19,13 @@ from backend.metrics.gpu_monitor import TelemetrySampler
 from backend.metrics.live import LiveRun, LiveSnapshot
 from backend.metrics.sinks import PeakSink, SinkGroup
 from backend.metrics.stats import Phase, RunEnd, RunStart, StatsSink, summarize
-from backend.workload.datasets import build_requests, build_warmup_requests, count_requests, prompts_digest
+from backend.workload.datasets import (
+    build_requests,
+    build_warmup_requests,
+    count_requests,
+    prompts_digest,
+    workload_notices,
+)
 from backend.workload.spec import Workload
 from backend.workload.targets import Target
 
@@ -191,8 +197,9 @@ class RunQueue:
             raise job.problem
         info = self._prepare(job)
         vocab_size = info.model.get("vocab_size")
-        warmup = build_warmup_requests(job.workload, vocab_size)
-        requests = build_requests(job.workload, vocab_size)
+        max_model_len = info.resolved_config.model.max_model_len
+        warmup = build_warmup_requests(job.workload, vocab_size, max_model_len)
+        requests = build_requests(job.workload, vocab_size, max_model_len)
         if job.cancel.is_set():
             raise _Cancelled
         self._host.reset_peak_memory()
@@ -205,7 +212,7 @@ class RunQueue:
                 resolved_config=info.resolved_config.to_dict(),
                 environment=surroundings,
                 load=load,
-                notices=info.notices,
+                notices=(*info.notices, *workload_notices(job.workload, max_model_len)),
                 cache_state=cache_state,
                 num_requests=len(requests),
             )

@@ -1,15 +1,15 @@
 """Drives a `Target` with a workload and builds the records of its requests.
 
-An open loop (all at once, constant, Poisson) sends every request at its planned time, however far the target is behind.
-A closed loop sends the next request at the moment an earlier one ended. A request's `arrival_time` is that planned moment
-and not the moment of sending, so whatever waiting there is, here or in the target, counts as queueing.
+An open loop sends every request at its planned time, however far the target is behind. A closed loop sends the next request
+at the moment an earlier one ended, and a further turn of a conversation follows the answer before it. A request's
+`arrival_time` is that planned moment and not the moment of sending, so whatever waiting there is, here or in the target,
+counts as queueing.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -19,6 +19,7 @@ from backend.errors import EngineError, ServeLabError
 from backend.experiments.flight import Flight
 from backend.metrics.stats import Phase, RequestStats, StatsSink
 from backend.workload.datasets import WorkloadRequest
+from backend.workload.schedule import Schedule
 from backend.workload.spec import ClosedLoop, Workload
 from backend.workload.targets import Target
 
@@ -28,13 +29,16 @@ ABORT_TIMEOUT_S = 10.0  # how long a cancelled run waits for the last events of 
 FAILURE_TIMEOUT_S = 1.0  # the same when the target has failed, which may have told only some of them
 
 
+_Ended = tuple[WorkloadRequest, RequestStats]
+
+
 @dataclass(frozen=True, slots=True)
 class WorkloadResult:
     """How a workload went.
 
     `finished`: all requests ended and one at least succeeded; where others failed, say by logits that are not finite,
     `error` counts them and quotes the first. `failed`: no request succeeded (`error` quotes the first), or the target
-    could not go on (`error` says why).
+    could not go on (`error` says why). A turn that failed ends its conversation: the rest is not sent and has no record.
     `cancelled`: `cancel` was set before the last request ended.
     """
 
@@ -66,7 +70,8 @@ def run_workload(
         warmup: sent at once, waited for, flagged.
         requests: sent as `workload.arrivals` says.
         cancel: aborts what is in flight and waits for it.
-        name: start of all request ids, which must be unlike those of other users of the target.
+        name: start of all request ids, which must be unlike those of other users of the target: `name-3` for the request
+            of index 3, `name-c0-t2` for the third turn of the first conversation, `name-warmup-0`.
         in_flight: where to keep the requests that have been sent and have not ended, for somebody who watches.
         target_failure: why the target will deliver nothing more, or None; asked while nothing ends.
         clock: `time.perf_counter` unless a test has its own.
@@ -107,6 +112,7 @@ class _Driver:
         self._ended: SimpleQueue[Flight] = SimpleQueue()
         self._stats: list[RequestStats] = []
         self._failure: str | None = None
+        self._num_given_up = 0  # measured turns that had no answer to go on from
         self._complete = False  # all measured requests have been sent and have ended
 
     def drive(
@@ -114,26 +120,21 @@ class _Driver:
     ) -> None:
         """Send the requests as they fall due and record them as they end, until all have or the run must stop."""
         progress = _Progress(self._sink, self._clock, phase, len(requests))
-        start = self._clock()
-        waiting = deque(requests)
-        # When each free slot of a closed loop became free; an open loop has none and needs none.
-        slots = None if concurrency is None else deque([start] * concurrency)
-        while not self.must_stop and (waiting or self._in_flight):
-            due = _due(waiting[0], start, slots) if waiting else None
+        schedule = Schedule(requests, self._clock(), concurrency)
+        while not self.must_stop and (schedule.num_left or self._in_flight):
+            due = schedule.due()
             if due is not None and due <= self._clock():
-                stats = self._send(waiting.popleft(), due, warmup)
-                if slots is not None:
-                    slots.popleft()
+                ended = self._send(*schedule.take(), warmup)
             else:
-                stats = self._next_end(POLL_S if due is None else min(POLL_S, due - self._clock()))
-            if stats is None:
+                ended = self._next_end(POLL_S if due is None else min(POLL_S, due - self._clock()))
+            if ended is None:
                 progress.catch_up()
                 continue
-            progress.add()
-            if slots is not None:
-                slots.append(stats.finish_time)
+            given_up = schedule.end(*ended)
+            self._num_given_up += given_up
+            progress.add(given_up)
         if not warmup:
-            self._complete = not waiting and not self._in_flight
+            self._complete = not schedule.num_left and not self._in_flight
 
     def abort_all(self) -> None:
         """Abort what is in flight; what does not end in time is recorded as it stands."""
@@ -157,28 +158,31 @@ class _Driver:
             return WorkloadResult("cancelled", None, requests)
         if failed and not any(stats.status == "finished" for stats in measured):
             return WorkloadResult("failed", failed[0].error, requests)
-        error = f"{len(failed)} of {len(measured)} requests failed; the first: {failed[0].error}" if failed else None
+        error = None
+        if failed:
+            unsent = f", {self._num_given_up} later turns were not sent" if self._num_given_up else ""
+            error = f"{len(failed)} of {len(measured)} requests failed{unsent}; the first: {failed[0].error}"
         return WorkloadResult("finished", error, requests)
 
     @property
     def must_stop(self) -> bool:
         return self._cancel.is_set() or self._failure is not None
 
-    def _send(self, request: WorkloadRequest, arrival_time: float, warmup: bool) -> RequestStats | None:
-        """Submit a request; its record when it is refused at once."""
-        request_id = f"{self._name}-warmup-{request.index}" if warmup else f"{self._name}-{request.index}"
+    def _send(self, request: WorkloadRequest, arrival_time: float, warmup: bool) -> _Ended | None:
+        """Submit a request; itself and its record when it is refused at once."""
+        request_id = f"{self._name}-{_place(request, warmup)}"
         flight = Flight(request_id, request, warmup, arrival_time, self._ended)
         try:
             self._target.submit(request_id, request.prompt, request.sampling, flight.on_event, arrival_time)
         except ServeLabError as error:
             if isinstance(error, EngineError):
                 self._failure = str(error)
-            return self._record(flight.end(self._clock(), "error", str(error)))
+            return request, self._record(flight.end(self._clock(), "error", str(error)))
         self._in_flight[request_id] = flight
         return None
 
-    def _next_end(self, timeout: float) -> RequestStats | None:
-        """Wait for a request to end; its record, or None when none did in time."""
+    def _next_end(self, timeout: float) -> _Ended | None:
+        """Wait for a request to end; itself and its record, or None when none did in time."""
         try:
             if self._wait is None:
                 flight = self._ended.get(timeout=max(0.0, timeout))
@@ -193,7 +197,7 @@ class _Driver:
                 self._failure = failure
             return None
         del self._in_flight[flight.request_id]
-        return self._record(flight.stats())
+        return flight.request, self._record(flight.stats())
 
     def _record(self, stats: RequestStats) -> RequestStats:
         self._stats.append(stats)
@@ -212,8 +216,10 @@ class _Progress:
         self._done = 0
         self._report()
 
-    def add(self) -> None:
+    def add(self, given_up: int) -> None:
+        """One more is done, and so many need no longer be."""
         self._done += 1
+        self._total -= given_up
         if self._done == self._total:
             self._report()
         else:
@@ -229,8 +235,7 @@ class _Progress:
         self._sink.on_phase(Phase(self._phase, self._done, self._total))
 
 
-def _due(request: WorkloadRequest, start: float, slots: deque[float] | None) -> float | None:
-    """When a request should arrive; None while a closed loop has no slot for it."""
-    if slots is not None:
-        return slots[0] if slots else None
-    return start + (request.arrival_s or 0.0)
+def _place(request: WorkloadRequest, warmup: bool) -> str:
+    if request.turn is not None:
+        return f"c{request.turn.conversation}-t{request.turn.number}"
+    return f"warmup-{request.index}" if warmup else str(request.index)

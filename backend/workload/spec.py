@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,6 +12,7 @@ from backend.settings import Settings
 
 MAX_LENGTH = 2**24  # tokens; beyond any model's context
 MAX_REQUESTS = 100_000
+MAX_TURNS = 1000  # of one conversation
 
 
 class FixedLength(Settings):
@@ -99,6 +101,65 @@ class SharedPrefixSource(Settings):
         return self
 
 
+class TraceSource(Settings):
+    """The requests of a CSV trace (Azure LLM inference traces): columns `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`.
+
+    Prompts are random ids of the row's length. An answer has the row's length too, whatever the model would say: no end of
+    sequence stops it, and `output_len` is not used.
+    """
+
+    kind: Literal["trace"] = "trace"
+    file: str = Field(min_length=1, description="Path of a CSV file.")
+    limit: int = Field(32, ge=1, le=MAX_REQUESTS, description="Replay the first so many.")
+    max_prompt_len: int | None = Field(None, ge=1, le=MAX_LENGTH, description="Cut longer prompts to so many tokens.")
+    max_output_len: int | None = Field(None, ge=1, le=MAX_LENGTH, description="Cut longer answers to so many tokens.")
+
+
+class MooncakeSource(Settings):
+    """The requests of a JSONL trace with prefixes in common (Mooncake, Qin et al., 2025).
+
+    A line has `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one for each block of `block_len` prompt
+    tokens. Equal hash ids give equal blocks of random ids, so prompts share what they shared in the trace. Answers have
+    exactly the length of the line, as with `TraceSource`.
+    """
+
+    kind: Literal["mooncake"] = "mooncake"
+    file: str = Field(min_length=1, description="Path of a JSONL file.")
+    limit: int = Field(32, ge=1, le=MAX_REQUESTS, description="Replay the first so many.")
+    block_len: int = Field(512, ge=1, le=MAX_LENGTH, description="Prompt tokens per hash id.")
+    scale: int = Field(1, ge=1, le=MAX_LENGTH, description="Divide all lengths by this, the blocks' too.")
+    max_prompt_len: int | None = Field(None, ge=1, le=MAX_LENGTH, description="Cut longer prompts to so many tokens.")
+    max_output_len: int | None = Field(None, ge=1, le=MAX_LENGTH, description="Cut longer answers to so many tokens.")
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> MooncakeSource:
+        if self.block_len % self.scale:
+            raise ValueError(f"scale = {self.scale} does not divide block_len = {self.block_len}")
+        return self
+
+
+class ConversationsSource(Settings):
+    """Conversations of random ids: a turn's prompt is all before it, the model's answers included, and its own new ids.
+
+    A conversation's next turn arrives when the answer before it has ended and a pause for thought has passed; the first
+    turns arrive as `arrivals` says. A closed loop counts conversations: one that thinks keeps its place.
+    """
+
+    kind: Literal["conversations"] = "conversations"
+    num_conversations: int = Field(4, ge=1, le=MAX_REQUESTS)
+    turns: Length = 4
+    first_len: Length = 64
+    turn_len: Length = 32
+    system_len: int = Field(0, ge=0, le=MAX_LENGTH, description="Tokens that all conversations begin with.")
+    think_time_s: float = Field(
+        0.0,
+        ge=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="Mean pause before a further turn, exponential; 0 for none.",
+    )
+
+
 class AllAtOnce(Settings):
     kind: Literal["all_at_once"] = "all_at_once"
 
@@ -120,6 +181,23 @@ class PoissonRate(Settings):
     rate: float = Field(gt=0, le=1e6, allow_inf_nan=False, description="Mean requests per second.")
 
 
+class GammaRate(Settings):
+    """Independent gaps of a gamma distribution, as in vLLM's serving benchmark; they vary by 1 / sqrt(burstiness)."""
+
+    kind: Literal["gamma"] = "gamma"
+    rate: float = Field(gt=0, le=1e6, allow_inf_nan=False, description="Mean requests per second.")
+    burstiness: float = Field(
+        1.0, ge=1e-3, le=1e6, allow_inf_nan=False, description="Shape of the gaps: 1 is Poisson, below in bursts."
+    )
+
+
+class TraceTimes(Settings):
+    """The times of the trace that the source replays, from its first request on."""
+
+    kind: Literal["trace"] = "trace"
+    speedup: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False, description="Replay the times so much faster.")
+
+
 class ServiceLevel(Settings):
     """Limits a request must meet to count for goodput; None is no limit. `preset` fills what is left out."""
 
@@ -135,12 +213,20 @@ class ServiceLevel(Settings):
         return preset | {name: value for name, value in own.items() if value is not None}
 
 
-Source = Annotated[PromptsSource | SyntheticSource | SharedPrefixSource, Field(discriminator="kind")]
-Arrivals = Annotated[AllAtOnce | ClosedLoop | ConstantRate | PoissonRate, Field(discriminator="kind")]
+Source = Annotated[
+    PromptsSource | SyntheticSource | SharedPrefixSource | TraceSource | MooncakeSource | ConversationsSource,
+    Field(discriminator="kind"),
+]
+Arrivals = Annotated[
+    AllAtOnce | ClosedLoop | ConstantRate | PoissonRate | GammaRate | TraceTimes, Field(discriminator="kind")
+]
 
 
 class Workload(Settings):
-    """The default is what `servelab run` without files and the Run page's untouched form both run."""
+    """The default is what `servelab run` without files and the Run page's untouched form both run.
+
+    A trace arrives at its own times unless `arrivals` is given.
+    """
 
     source: Source = PromptsSource()
     arrivals: Arrivals = AllAtOnce()
@@ -152,3 +238,33 @@ class Workload(Settings):
         True, description="Start without the KV of earlier runs, so that figures do not depend on them."
     )
     seed: int = Field(0, ge=0, lt=2**63)
+
+    def with_overrides(self, overrides: Mapping[str, Any]) -> Self:
+        """As with all settings; arrivals that come with the source follow a change of it."""
+        source = overrides.get("source")
+        kind = overrides.get("source.kind", source.get("kind") if isinstance(source, Mapping) else self.source.kind)
+        chosen = "arrivals" in overrides or self.arrivals.kind != _natural_arrivals(self.source.kind)
+        return super().with_overrides(overrides if chosen else {"arrivals.kind": _natural_arrivals(kind), **overrides})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_arrivals(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or "arrivals" in data:
+            return data
+        source = data.get("source")
+        kind = source.get("kind") if isinstance(source, Mapping) else getattr(source, "kind", None)
+        return {**data, "arrivals": {"kind": _natural_arrivals(kind)}}
+
+    @model_validator(mode="after")
+    def _times_to_arrive_at(self) -> Workload:
+        if isinstance(self.arrivals, TraceTimes) and not isinstance(self.source, TraceSource | MooncakeSource):
+            raise ValueError(
+                f"arrivals.kind = 'trace' needs the times of a trace, and source.kind = {self.source.kind!r} has none; "
+                "allowed with it: 'all_at_once', 'closed_loop', 'constant', 'poisson', 'gamma'"
+            )
+        return self
+
+
+def _natural_arrivals(source_kind: Any) -> str:
+    """The arrivals of a source for which none are chosen."""
+    return "trace" if source_kind in ("trace", "mooncake") else "all_at_once"

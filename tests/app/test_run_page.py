@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from streamlit.testing.v1 import AppTest
 
 from app.components import widgets
-from app.components.form_fields import LABEL, OVERRIDES, SOURCE
+from app.components.form_fields import ARRIVALS, LABEL, OVERRIDES, SOURCE
 from backend.config import EngineConfig
 from backend.metrics.live import LiveRun
 from backend.metrics.stats import RunEnd
-from backend.workload.spec import Workload
+from backend.workload.spec import TraceTimes, Workload
 from tests.app.pages import DASHBOARD, page, press, words
 from tests.app.stored_runs import FakeServices, add_run, feed, feed_start
 
@@ -57,6 +59,35 @@ def test_the_form_is_read(services: FakeServices) -> None:
     assert config == EngineConfig().with_overrides({"model.name": "dummy:tiny", "scheduler.max_num_seqs": 2})
     assert workload.to_dict()["source"] == {"kind": "synthetic", "num_requests": 8, "prompt_len": 128}
     assert workload.seed == 3
+
+
+def test_a_trace_that_is_chosen_brings_its_times_and_takes_them_along(services: FakeServices, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
+    app = page()
+    app.selectbox(key=widgets.key_of(SOURCE)).set_value("trace").run()
+    assert app.selectbox(key=widgets.key_of(ARRIVALS)).value == "trace"
+    app.text_input(key=widgets.key_of("workload.source.file")).set_value(str(path))
+    app.number_input(key=widgets.key_of("workload.arrivals.speedup")).set_value(2.0).run()
+    press(app, "Start")
+    app.selectbox(key=widgets.key_of(SOURCE)).set_value("conversations").run()
+    assert app.selectbox(key=widgets.key_of(ARRIVALS)).value == "all_at_once"
+    app.number_input(key=widgets.key_of("workload.source.turns.value")).set_value(3)
+    app.number_input(key=widgets.key_of("workload.source.think_time_s")).set_value(0.5)
+    app.selectbox(key=widgets.key_of(ARRIVALS)).set_value("gamma").run()
+    app.selectbox(key=widgets.key_of(SOURCE)).set_value("shared_prefix").run()
+    app.selectbox(key=widgets.key_of(SOURCE)).set_value("conversations").run()
+    press(app, "Start")
+    trace, conversations = (workload for _, _, workload in services.fake_queue.submitted)
+    assert trace == Workload.from_dict({"source": {"kind": "trace", "file": str(path)}}).with_overrides(
+        {"arrivals": TraceTimes(speedup=2.0).to_dict()}
+    )
+    assert conversations == Workload.from_dict(
+        {
+            "source": {"kind": "conversations", "turns": 3, "think_time_s": 0.5},
+            "arrivals": {"kind": "gamma", "rate": 4.0},
+        }
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -18,7 +19,7 @@ from app.components.settings_text import cli_command, setting_lines, toml_docume
 from app.settings_input import engine_config_and_workload
 from backend.config import EngineConfig
 from backend.errors import ConfigError
-from backend.workload.spec import Workload
+from backend.workload.spec import Arrivals, Source, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,6 +70,51 @@ RUNS = [
             }
         ),
     ),
+    (
+        EngineConfig(),
+        Workload.from_dict(
+            {
+                "source": {
+                    "kind": "conversations",
+                    "num_conversations": 9,
+                    "turns": {"kind": "uniform", "min": 2, "max": 6},
+                    "first_len": 100,
+                    "turn_len": {"kind": "normal", "mean": 20.0, "std": 5.0},
+                    "system_len": 48,
+                    "think_time_s": 2.5,
+                },
+                "arrivals": {"kind": "gamma", "rate": 2.0, "burstiness": 0.5},
+            }
+        ),
+    ),
+    (
+        EngineConfig(),
+        Workload.from_dict(
+            {
+                "source": {"kind": "trace", "file": "/tmp/trace.csv", "limit": 100, "max_prompt_len": 2048},
+                "arrivals": {"kind": "trace", "speedup": 4.0},
+            }
+        ),
+    ),
+    (EngineConfig(), Workload.from_dict({"source": {"kind": "trace", "file": "a.csv"}})),
+    (
+        EngineConfig(),
+        Workload.from_dict(
+            {
+                "source": {"kind": "mooncake", "file": "/tmp/t.jsonl", "scale": 16, "max_output_len": 9},
+                "arrivals": {"kind": "all_at_once"},
+            }
+        ),
+    ),
+    (
+        EngineConfig(),
+        Workload.from_dict(
+            {
+                "source": {"kind": "mooncake", "file": "/tmp/t.jsonl", "block_len": 16},
+                "arrivals": {"kind": "gamma", "rate": 2.0},
+            }
+        ),
+    ),
 ]
 
 
@@ -110,6 +156,25 @@ def test_every_setting_with_a_choice_is_on_the_form() -> None:
     assert offered <= shown
 
 
+@pytest.mark.parametrize(
+    ("choice", "needed"),
+    [("synthetic", {}), ("conversations", {}), ("trace", {"file": "a"}), ("mooncake", {"file": "a"})],
+)
+def test_a_source_that_is_chosen_and_left_alone_has_its_own_defaults(choice: str, needed: dict[str, str]) -> None:
+    """Also where it shares a key with another source, whose default is a different one."""
+    arrivals = "trace" if choice in form.TRACES else "all_at_once"
+    values = {form.SOURCE: choice, form.ARRIVALS: arrivals, f"{form.SOURCE}.file": needed.get("file", "")}
+    assert state.read_form(values)[1] == Workload.from_dict({"source": {"kind": choice, **needed}})
+
+
+def test_every_setting_of_a_source_or_of_arrivals_is_on_the_form() -> None:
+    shown = set(state.default_values()) | set(form.LENGTHS)
+    for union, key in ((Source, form.SOURCE), (Arrivals, form.ARRIVALS.removesuffix(".kind"))):
+        kinds = get_args(get_args(union)[0])
+        assert len(kinds) >= 6
+        assert {f"{key}.{name}" for kind in kinds for name in kind.model_fields} - {f"{key}.kind"} <= shown
+
+
 def test_hand_written_lines_win() -> None:
     config, workload = state.read_form(
         {"cache.block_size": 32, form.OVERRIDES: "cache.block_size=8\n\n workload.output_len = 5"}
@@ -127,6 +192,8 @@ def test_hand_written_lines_win() -> None:
         ({form.MODEL: " "}, "model.name"),
         ({form.SOURCE: "own"}, "workload.source.prompts"),
         ({form.SOURCE: "file"}, "workload.source.file"),
+        ({form.SOURCE: "trace"}, "workload.source.file is empty; it takes: A path on this machine; columns TIMESTAMP"),
+        ({form.SOURCE: "mooncake"}, "workload.source.file is empty; it takes: A path on this machine; timestamp"),
         ({"workload.sampling.top_p": 0.0}, "sampling.top_p"),
         ({"workload.sampling.temperature": float("nan")}, "sampling.temperature"),
         ({"workload.sampling.stop_token_ids": "2, x"}, "sampling.stop_token_ids"),

@@ -306,6 +306,24 @@ def test_a_run_says_what_it_found_in_the_cache(host: Host, queue: RunQueue, rese
     assert sink.of("start")[0].cache_state == state
 
 
+def test_what_the_context_cuts_is_said_and_not_counted(host: Host, queue: RunQueue):
+    """64 + 5 tokens with the first turn, 32 + 5 more with the second; the third would pass the 128 of the context."""
+    sink = Sink()
+    spec = Workload.from_dict({"source": {"kind": "conversations", "num_conversations": 3}, "output_len": 5})
+    queue.submit(1, EngineConfig(), spec, [sink])
+    end = queue.wait(1, 10)
+    assert end is not None
+    assert (end.status, end.error) == ("finished", None)
+    (start,) = sink.of("start")
+    assert start.num_requests == 6
+    assert start.notices == (
+        "a notice",
+        "3 of 3 conversations end before the turn that would pass the context of 128 tokens",
+    )
+    asked = sorted(request.request_id for request in sink.of("request") if not request.warmup)
+    assert asked == [f"run1-c{conversation}-t{number}" for conversation in range(3) for number in range(2)]
+
+
 def test_a_second_submit_of_a_run_is_refused(host: Host, queue: RunQueue):
     host.hold.set()
     sink = Sink()

@@ -1,0 +1,45 @@
+"""A run's workload in a few words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.components.run_table import workload_text
+from backend.workload.spec import Workload
+
+TRACE = {"kind": "trace", "file": "/data/azure.csv"}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({}, "16 built-in chat prompts, all at once, 64 out"),
+        ({"arrivals": {"kind": "gamma", "rate": 0.5}}, "16 built-in chat prompts, gamma 0.5/s, 64 out"),
+        ({"source": TRACE}, "32 of azure.csv, times of the trace"),
+        ({"source": TRACE, "arrivals": {"kind": "trace", "speedup": 2.5}}, "32 of azure.csv, times of the trace ×2.5"),
+        (
+            {"source": {"kind": "mooncake", "file": "m.jsonl", "limit": 9}, "arrivals": {"kind": "closed_loop"}},
+            "9 of m.jsonl, closed loop of 4",
+        ),
+        (
+            {
+                "source": {"kind": "conversations", "turns": {"kind": "uniform", "min": 1, "max": 3}},
+                "arrivals": {"kind": "constant", "rate": 2.0},
+                "output_len": {"kind": "uniform", "min": 1, "max": 3},
+            },
+            "4 conversations, constant rate 2/s, uniform out",
+        ),
+        (
+            {"source": {"kind": "prompts", "file": "/a/p.jsonl", "chat": False}},
+            "p.jsonl raw prompts, all at once, 64 out",
+        ),
+        (
+            {"source": {"kind": "prompts", "file": "p.jsonl", "limit": 2}},
+            "2 of p.jsonl chat prompts, all at once, 64 out",
+        ),
+    ],
+)
+def test_a_workload_in_words(data: dict[str, Any], words: str) -> None:
+    assert workload_text(Workload.from_dict(data).to_dict()) == words
