@@ -123,6 +123,8 @@ _LABELS = {
     "workload.slo.preset": "Latency limits",
     "workload.slo.ttft_ms": "TTFT limit (ms)",
     "workload.slo.tpot_ms": "TPOT limit (ms)",
+    "cache.layout": "KV layout",
+    "cache.enable_prefix_caching": "Prefix caching",
     "workload.warmup_requests": "Warm-up requests",
     "workload.reset_prefix_cache": "Empty the prefix cache first",
 }

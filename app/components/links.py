@@ -14,6 +14,8 @@ HISTORY = "app_pages/history.py"
 DETAIL = "app_pages/detail.py"
 COMPARE = "app_pages/compare.py"
 KERNELS = "app_pages/kernels.py"
+KV_CACHE = "app_pages/kv_cache.py"
+SIZING = "app_pages/sizing.py"
 
 
 def run_link(label: str = "Start a run") -> None:
@@ -40,6 +42,10 @@ def kernels_link(run_id: int, label: str | None = None) -> None:
     st.page_link(
         KERNELS, label=label or f"Kernel run #{run_id}", icon=":material/speed:", query_params={"run": str(run_id)}
     )
+
+
+def kv_cache_link(run_id: int, label: str = "KV blocks") -> None:
+    st.page_link(KV_CACHE, label=label, icon=":material/grid_on:", query_params={"run": str(run_id)})
 
 
 def compare_link(run_ids: Sequence[int], label: str) -> None:

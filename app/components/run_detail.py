@@ -61,6 +61,7 @@ def _heading(services: Services, run: Run) -> None:
         previous = live_panel.previous_finished(services, run.run_id)
         if run.status == "finished" and previous is not None:
             links.compare_link([previous, run.run_id], f"Compare with #{previous}")
+        links.kv_cache_link(run.run_id)
         links.history_link()
 
 

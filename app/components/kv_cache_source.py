@@ -1,0 +1,136 @@
+"""Which run and step the KV cache page shows: in the address, in the session, and from the database."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import streamlit as st
+
+from app.components import activity, notes
+from app.components.kv_cache_steps import StepTimes
+from app.components.run_table import workload_text
+from app.services import Services
+from backend.metrics.ledger import LEDGER_KIND
+from backend.metrics.ledger_reader import LedgerReader
+from backend.metrics.pool_history import PoolHistory
+from db.run_ids import parse_run_id
+from db.run_rows import Run
+
+RUN = "kv-run"
+STEP = "kv-at"  # the step that was scrubbed to; None: where the page begins
+FOLLOW = "kv-follow"
+ADDRESS = "kv-address"
+
+MAX_POINTS = 300  # of the chart
+_MAX_TIMES = 10_000  # rows: runs with more steps have some of their times interpolated
+_MAX_LISTED = 200
+_SOURCE = "kv-source"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the database has of a run, read once if the run is over."""
+
+    run_id: int
+    is_final: bool
+    num_blocks: int
+    block_size: int
+    history: PoolHistory
+    times: StepTimes
+    rows: Sequence[Any]  # of steps, for the chart
+
+    @property
+    def steps(self) -> range:
+        return self.history.steps
+
+    @property
+    def first_shown(self) -> int:
+        """Where the page begins: a run that is over with its fullest step, one that goes on with its newest."""
+        peak = self.times.peak_step
+        return peak if self.is_final and peak is not None and peak in self.steps else self.steps[-1]
+
+    def clamp(self, step: int) -> int:
+        return min(max(step, self.steps.start), self.steps[-1])
+
+
+def pick(services: Services) -> Run | None:
+    """The run that the address names, by default the one that goes on, else the newest with a ledger."""
+    runs = {run.run_id: run for run in services.repository.list(kind="serve", limit=_MAX_LISTED)}
+    _follow_address(services, runs)
+    if not runs:
+        return None
+    st.selectbox("Run", list(runs), format_func=lambda run_id: _name(runs[run_id]), key=RUN, on_change=_begin_anew)
+    return runs[st.session_state[RUN]]
+
+
+def write_address(run_id: int, step: int | None) -> None:
+    """A step that is followed has no place in the address: who opens it follows as well."""
+    wanted = {"run": str(run_id)} | ({} if step is None else {"step": str(step)})
+    st.session_state[ADDRESS] = (wanted["run"], wanted.get("step", ""))
+    for name in ("run", "step"):
+        if name in wanted and st.query_params.get(name) != wanted[name]:
+            st.query_params[name] = wanted[name]
+        elif name not in wanted and name in st.query_params:
+            del st.query_params[name]
+
+
+def load(services: Services, run: Run) -> Source | None:
+    """What there is of the run's ledger now; None while there is none."""
+    known: Source | None = st.session_state.get(_SOURCE)
+    if known is not None and (known.run_id, known.is_final) == (run.run_id, True):
+        return known
+    chunks = services.repository.chunks(run.run_id, LEDGER_KIND)
+    if not chunks or not run.load or not run.resolved_config:
+        return None
+    reader = LedgerReader(chunks)
+    block_size = run.resolved_config["cache"]["block_size"]
+    if known is not None and known.run_id == run.run_id:
+        history = known.history
+        history.extend(reader)
+    else:
+        history = PoolHistory(reader, block_size)
+    rows = services.repository.steps(run.run_id, max_points=MAX_POINTS)
+    # A look at a run that goes on is to cost little, and it is mostly at the newest step, whose end is in the last row.
+    timed = services.repository.steps(run.run_id, max_points=_MAX_TIMES) if run.is_final else rows
+    source = Source(run.run_id, run.is_final, run.load["num_blocks"], block_size, history, StepTimes(timed), rows)
+    st.session_state[_SOURCE] = source
+    return source
+
+
+def _follow_address(services: Services, runs: dict[int, Run]) -> None:
+    """Take what the address says when something else than the page changed it; see to it that the run can be shown."""
+    state = st.session_state
+    address = (st.query_params.get("run", ""), st.query_params.get("step", ""))
+    if address != state.get(ADDRESS) or RUN not in state:
+        asked = parse_run_id(address[0])
+        run = services.repository.get(asked) if asked is not None and asked not in runs else None
+        if run is not None and run.kind == "serve":
+            runs[run.run_id] = run
+        if address[0] and asked not in runs:
+            st.warning(notes.plain(f"There is no run {address[0]} with a KV cache. It may have been deleted."))
+        state[RUN] = asked
+        state[STEP] = int(address[1]) if address[1].isdecimal() and asked in runs else None
+        state[FOLLOW] = state[STEP] is None
+    if state.get(RUN) not in runs:
+        state[RUN], state[STEP], state[FOLLOW] = _default(services, runs), None, True
+    if not runs:
+        del state[RUN]
+
+
+def _default(services: Services, runs: dict[int, Run]) -> int | None:
+    snapshot = services.queue.live()
+    if activity.is_active(snapshot) and snapshot.run_id in runs:
+        return snapshot.run_id
+    with_ledger = (run_id for run_id in runs if services.repository.chunks(run_id, LEDGER_KIND))
+    return next(with_ledger, next(iter(runs), None))
+
+
+def _begin_anew() -> None:
+    st.session_state[STEP], st.session_state[FOLLOW] = None, True
+
+
+def _name(run: Run) -> str:
+    """Of what does not change while the run goes on: the browser keeps the name that it has shown."""
+    return f"{run.title}: {run.model}, {workload_text(run.workload)}"

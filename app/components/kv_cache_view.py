@@ -1,0 +1,195 @@
+"""The KV cache page below its run: the map of the pool at one step, what it is used for, and how it came to be so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+import streamlit as st
+
+from app import formatting
+from app.components import figures, kv_cache_controls, kv_cache_map, kv_cache_source, links, notes, palette
+from app.components.activity import polled
+from app.components.bars import Share, share_bar
+from app.components.kv_cache_source import STEP, Source
+from app.components.kv_cache_steps import usage
+from app.components.live_panel import POLL_S
+from app.services import Services
+from backend.metrics.kv_use import KVUse, kv_use
+from backend.metrics.ledger_format import LedgerStep
+from backend.metrics.step_words import step_sentences
+from db.run_rows import Run
+
+_SHORT_TABLE = 12
+_EXPLANATION = """
+KV blocks are the units in which a request's keys and values are stored; a block holds as many tokens as its size says. A
+request takes a block when its tokens reach it, wherever one is free, and its block table says where. Full blocks are known
+by a hash over all tokens up to their end, so a request that begins like another one takes over its blocks and raises their
+reference count instead of computing them again. Blocks that nobody holds keep what they hold and are evictable, until there
+are no free ones left; when there is nothing to evict either, a running request is preempted and computed again later. The map
+is put together from the events in the run's step ledger: each cell is the block of that number in the pool. In the paged
+layout only the last of a request's blocks is not full:
+
+$$\\text{unused slots} = \\text{block size} \\cdot \\lceil \\text{tokens} / \\text{block size} \\rceil - \\text{tokens}$$
+
+Kwon et al. 2023, *Efficient Memory Management for Large Language Model Serving with PagedAttention*, sections 3.1 and 4.
+"""
+
+
+def show(services: Services, run: Run) -> None:
+    if not run.is_final and kv_cache_controls.follow():
+        kv_cache_source.write_address(run.run_id, None)
+        polled(
+            lambda: services.repository.get(run.run_id),
+            lambda now: now is not None and not now.is_final,
+            lambda now: _follow(services, now),
+            POLL_S,
+        )
+        return
+    source = kv_cache_source.load(services, run)
+    if source is None:
+        kv_cache_source.write_address(run.run_id, None)
+        _nothing(run)
+        return
+    number = kv_cache_controls.step(source)
+    kv_cache_source.write_address(run.run_id, number)
+    _step(source, number)
+
+
+def explanation() -> None:
+    with st.expander("What am I looking at?", icon=":material/help:"):
+        st.markdown(_EXPLANATION)
+
+
+def _follow(services: Services, run: Run | None) -> None:
+    """The newest step, kept as the one to stay at when the run is not followed any more."""
+    if run is None:
+        st.error("This run has been deleted.")
+        return
+    source = kv_cache_source.load(services, run)
+    if source is None:
+        _nothing(run)
+        return
+    number = source.steps[-1]
+    st.session_state[STEP] = number
+    _step(source, number)
+
+
+def _nothing(run: Run) -> None:
+    if run.is_final:
+        st.info(f"Run #{run.run_id} has no step ledger, so there are no blocks to show.", icon=":material/grid_off:")
+    else:
+        st.info(
+            f"Run #{run.run_id} is {run.status}; its blocks appear here with its first steps.",
+            icon=":material/hourglass_empty:",
+        )
+
+
+def _step(source: Source, number: int) -> None:
+    moment = source.history.at(number)
+    if moment is None:
+        st.info(
+            f"The step ledger of run #{source.run_id} was written before it held block events, so its blocks are not known.",
+            icon=":material/grid_off:",
+        )
+        return
+    use = kv_use(moment.blocks, moment.num_tokens, source.block_size)
+    _figures(source, use, moment.blocks.counts(source.num_blocks), len(moment.blocks.cached))
+    st.markdown(f"**{kv_cache_controls.describe(source, number)}**")
+    with st.grid(3, min_column_width=260, gap=("small", "medium")) as grid:
+        with grid.cell(column_span=2):
+            kv_cache_map.show(moment, use, source.num_blocks)
+        with st.container():
+            _sentences(moment.step)
+            _slots(use)
+            st.vega_lite_chart(*usage(source.rows, number))
+    _requests(use)
+    with st.expander("Raw data", icon=":material/data_object:"):
+        st.caption("This step as JSON, with the blocks that each request holds:")
+        st.code(f"servelab runs ledger {source.run_id} --first {number} --last {number} --blocks", language="shell")
+        links.detail_link(source.run_id)
+
+
+def _figures(source: Source, use: KVUse, counts: tuple[int, int, int], num_cached: int) -> None:
+    referenced, evictable, free = counts
+    total = formatting.quantity(source.num_blocks, "blocks")
+    with figures.row():
+        figures.figure(
+            "KV in use",
+            formatting.percent(referenced / source.num_blocks),
+            "Referenced / usable blocks: those that a request holds now.",
+            f"{formatting.count(referenced)} blocks",
+        )
+        figures.figure(
+            "Evictable",
+            formatting.count(evictable),
+            "Cached blocks without a holder: a later request may find them, or they make room.",
+            f"{formatting.count(num_cached)} cached in all",
+        )
+        figures.figure("Free", formatting.count(free), "Blocks that hold nothing anybody wants.", f"of {total}")
+        figures.figure(
+            "Saved by sharing",
+            formatting.percent(use.saved_share),
+            "Sum of reference counts minus distinct blocks, as a share of that sum: what requests would hold more without "
+            "sharing.",
+            f"{formatting.count(use.num_saved_blocks)} blocks",
+        )
+        figures.figure(
+            "Unused slots",
+            formatting.percent(use.wasted_share),
+            "Slots (of a token each) in held blocks that hold no token, of all slots in held blocks.",
+            f"{formatting.count(use.num_unused_slots + use.num_reserved_slots)} slots",
+        )
+
+
+def _sentences(step: LedgerStep) -> None:
+    st.markdown("**In this step**")
+    sentences = step_sentences(step, kv_cache_map.request_name)
+    st.markdown("\n".join(f"- {notes.plain(sentence)}" for sentence in sentences))
+
+
+def _slots(use: KVUse) -> None:
+    """Where the slots of held blocks go."""
+    if not use.num_slots:
+        return
+    used = use.num_slots - use.num_unused_slots - use.num_reserved_slots
+    parts: Sequence[tuple[str, int, str]] = (
+        ("with a token", used, palette.IN_USE),
+        ("unused in last blocks", use.num_unused_slots, palette.WAITING),
+        ("in empty blocks", use.num_reserved_slots, palette.FREE),
+    )
+    shares = [Share(label, amount, formatting.count(amount), colour) for label, amount, colour in parts if amount]
+    share_bar("Slots in held blocks", shares, formatting.count(use.num_slots))
+    if use.num_unknown:
+        st.caption(
+            f"{formatting.count(use.num_unknown)} requests began before the ledger; their slots count as used, since their "
+            "tokens are not known."
+        )
+
+
+def _requests(use: KVUse) -> None:
+    with st.expander(
+        f"Requests that hold blocks ({formatting.count(len(use.requests))})", icon=":material/table_rows:"
+    ):
+        if not use.requests:
+            st.caption("None in this step.")
+            return
+        rows = [
+            {
+                "Request": kv_cache_map.request_name(request_id),
+                "Blocks": part.num_blocks,
+                "Shared blocks": part.num_shared,
+                "Tokens": part.num_tokens,
+                "Unused slots": part.num_unused_slots,
+                "Slots in empty blocks": part.num_reserved_slots,
+            }
+            for request_id, part in use.requests.items()
+        ]
+        st.dataframe(
+            pd.DataFrame(rows),
+            hide_index=True,
+            lazy=False,
+            height="content" if len(rows) <= _SHORT_TABLE else 440,
+            placeholder=formatting.NONE,
+            key="kv-requests",
+        )

@@ -1,0 +1,102 @@
+"""`PoolHistory`: the KV pool at any step of a ledger, and how many tokens each request has in it.
+
+A ledger says which blocks a request holds, not how full they are. But blocks are only added to what a request holds, so its
+beginning is found by walking back until all of them are accounted for. From there its tokens are those it found in the
+prefix cache (whole blocks) and those scheduled since.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from backend.metrics.block_map import BlockMap
+from backend.metrics.ledger import KEY_FRAME_STEPS
+from backend.metrics.ledger_format import LedgerStep
+from backend.metrics.ledger_reader import LedgerReader
+
+
+class PoolMoment(NamedTuple):
+    """The pool when a step was handed to the worker. Changes when its `PoolHistory` is asked for another step."""
+
+    step: LedgerStep
+    blocks: BlockMap
+    num_tokens: dict[str, int]  # request -> tokens in its blocks, this step's included; see `tokens_held`
+
+
+class PoolHistory:
+    """Remembers the last step asked for, so that going on from there reads the steps between only.
+
+    Args:
+        block_size: tokens per block.
+    """
+
+    def __init__(self, reader: LedgerReader, block_size: int) -> None:
+        self._reader = reader
+        self._block_size = block_size
+        self._last: PoolMoment | None = None
+
+    @property
+    def steps(self) -> range:
+        return self._reader.steps
+
+    def extend(self, reader: LedgerReader) -> None:
+        """Go on with a longer ledger of the same run."""
+        self._reader = reader
+
+    def at(self, number: int) -> PoolMoment | None:
+        """None in a ledger that was written before there were block events. Raises `DatabaseError` as `LedgerReader.step`."""
+        last = self._last
+        if last is not None and last.step.step <= number <= last.step.step + KEY_FRAME_STEPS:
+            for step in self._reader.read(last.step.step + 1, number):
+                _advance(last.blocks, last.num_tokens, step, self._block_size)
+            self._last = last._replace(step=self._reader.step(number))
+        else:
+            blocks = self._reader.block_map(number)
+            if blocks is None:
+                return None
+            tokens = tokens_held(self._reader, number, blocks, self._block_size)
+            self._last = PoolMoment(self._reader.step(number), blocks, tokens)
+        return self._last
+
+
+def tokens_held(reader: LedgerReader, number: int, blocks: BlockMap, block_size: int) -> dict[str, int]:
+    """Tokens that each request of `blocks`, the pool at step `number`, has in its blocks; the step's own are among them.
+
+    A request that has begun before the ledger is left out: nobody knows what it found.
+    """
+    unaccounted = {request_id: len(groups[0]) for request_id, groups in blocks.held.items()}
+    tokens = dict.fromkeys(unaccounted, 0)
+    for at in range(number, reader.steps.start - 1, -1):
+        if not unaccounted:
+            break
+        step = reader.step(at)
+        for entry in step.entries:
+            if entry.request_id in unaccounted:
+                tokens[entry.request_id] += entry.num_scheduled_tokens
+        for kind, request_id, group, block_ids in reversed(step.events):
+            if request_id not in unaccounted or group or kind not in ("allocate", "share"):
+                continue  # groups have the same number of blocks, for the same tokens
+            tokens[request_id] += len(block_ids) * block_size if kind == "share" else 0
+            unaccounted[request_id] -= len(block_ids)
+            if not unaccounted[request_id]:
+                del unaccounted[request_id]
+    for request_id in unaccounted:
+        del tokens[request_id]
+    return tokens
+
+
+def _advance(blocks: BlockMap, tokens: dict[str, int], step: LedgerStep, block_size: int) -> None:
+    for event in step.events:
+        request_id = event.request_id
+        if event.kind in ("allocate", "share"):
+            assert request_id is not None
+            if request_id not in blocks.held:
+                tokens[request_id] = 0
+            if event.kind == "share" and not event.group:
+                tokens[request_id] += len(event.block_ids) * block_size
+        elif event.kind in ("free", "preempt") and request_id is not None:
+            tokens.pop(request_id, None)
+        blocks.apply([event])
+    for entry in step.entries:
+        if entry.request_id in tokens:
+            tokens[entry.request_id] += entry.num_scheduled_tokens
