@@ -208,11 +208,15 @@ class RunRepository:
         """The run's kernel results as dicts by column name, in the order they were measured."""
         return self._rows(_select_records(KernelResultRow, run_id).order_by(KernelResultRow.row_id))
 
-    def chunks(self, run_id: int, kind: str) -> list[tuple[bytes, int, int]]:
-        """The run's ledger chunks of one kind as (data, first step, last step), in order."""
+    def chunks(self, run_id: int, kind: str, from_step: int = 0) -> list[tuple[bytes, int, int]]:
+        """The run's ledger chunks of one kind as (data, first step, last step), in order.
+
+        Args:
+            from_step: leave out chunks whose steps all come before it.
+        """
         query = (
             select(ChunkRow.data, ChunkRow.first_step, ChunkRow.last_step)
-            .where(ChunkRow.run_id == run_id, ChunkRow.kind == kind)
+            .where(ChunkRow.run_id == run_id, ChunkRow.kind == kind, ChunkRow.last_step >= from_step)
             .order_by(ChunkRow.first_step)
         )
         with self._database.read() as session:

@@ -81,16 +81,16 @@ def load(services: Services, run: Run) -> Source | None:
     known: Source | None = st.session_state.get(_SOURCE)
     if known is not None and (known.run_id, known.is_final) == (run.run_id, True):
         return known
-    chunks = services.repository.chunks(run.run_id, LEDGER_KIND)
-    if not chunks or not run.load or not run.resolved_config:
+    if not run.load or not run.resolved_config:
         return None
-    reader = LedgerReader(chunks)
     block_size = run.resolved_config["cache"]["block_size"]
     if known is not None and known.run_id == run.run_id:
         history = known.history
-        history.extend(reader)
+        history.extend(services.repository.chunks(run.run_id, LEDGER_KIND, from_step=history.steps.stop))
     else:
-        history = PoolHistory(reader, block_size)
+        history = PoolHistory(LedgerReader(services.repository.chunks(run.run_id, LEDGER_KIND)), block_size)
+    if not history.steps:
+        return None
     rows = services.repository.steps(run.run_id, max_points=MAX_POINTS)
     # A look at a run that goes on is to cost little, and it is mostly at the newest step, whose end is in the last row.
     timed = services.repository.steps(run.run_id, max_points=_MAX_TIMES) if run.is_final else rows

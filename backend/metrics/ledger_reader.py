@@ -24,6 +24,10 @@ class LedgerReader:
         self._first_steps = [first for _, first, _ in chunks]
         self._segment = lru_cache(CHUNKS_KEPT)(self._read)
 
+    def longer(self, chunks: Sequence[tuple[bytes, int, int]]) -> LedgerReader:
+        """The same ledger with chunks that have come behind it."""
+        return LedgerReader([*self._chunks, *chunks])
+
     @property
     def steps(self) -> range:
         """Numbers of the steps that there are; a run that was killed lacks its last ones."""

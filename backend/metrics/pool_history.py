@@ -7,6 +7,7 @@ prefix cache (whole blocks) and those scheduled since.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from backend.metrics.block_map import BlockMap
@@ -39,9 +40,9 @@ class PoolHistory:
     def steps(self) -> range:
         return self._reader.steps
 
-    def extend(self, reader: LedgerReader) -> None:
-        """Go on with a longer ledger of the same run."""
-        self._reader = reader
+    def extend(self, chunks: Sequence[tuple[bytes, int, int]]) -> None:
+        """Go on with what has come behind the ledger of the run, see `LedgerReader`."""
+        self._reader = self._reader.longer(chunks)
 
     def at(self, number: int) -> PoolMoment | None:
         """None in a ledger that was written before there were block events. Raises `DatabaseError` as `LedgerReader.step`."""

@@ -292,6 +292,9 @@ def test_samples_and_chunks_come_in_order(repository: RunRepository) -> None:
     assert repository.samples(run_id)[0] == asdict(make_sample(1.0)) | {"run_id": run_id}
     assert [row["time"] for row in repository.samples(run_id)] == [1.0, 2.0]
     assert repository.chunks(run_id, "steps") == [(b"first", 0, 255), (b"\x00\xff", 256, 300)]
+    assert [first for _, first, _ in repository.chunks(run_id, "steps", from_step=255)] == [0, 256]
+    assert [first for _, first, _ in repository.chunks(run_id, "steps", from_step=256)] == [256]
+    assert repository.chunks(run_id, "steps", from_step=301) == []
     assert repository.chunks(run_id, "none of these") == repository.samples(99) == []
 
 
