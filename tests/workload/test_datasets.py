@@ -6,7 +6,6 @@ import hashlib
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from scipy import stats
 
 from backend.errors import ConfigError
+from backend.workload import datasets
 from backend.workload.datasets import (
     WorkloadRequest,
     build_requests,
@@ -173,12 +173,16 @@ def test_the_check_without_a_model_finds_what_building_would(data: dict[str, Any
     assert str(checked.value) == str(built.value)
 
 
-def test_the_check_draws_no_prompt():
-    source = {"kind": "synthetic", "num_requests": 100_000, "prompt_len": 200}
-    before = time.process_time()
-    check_workload(Workload.from_dict({"source": source}))
+def test_the_check_draws_no_prompt(monkeypatch: pytest.MonkeyPatch):
+    def draw(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("a prompt was drawn")
+
+    monkeypatch.setattr(datasets, "token_ids", draw)
+    synthetic = {"source": {"kind": "synthetic", "num_requests": 100_000, "prompt_len": 200}}
+    check_workload(Workload.from_dict(synthetic))
     check_workload(Workload.from_dict({"source": {"kind": "prompts", "limit": 10**23}, "warmup_requests": 0}))
-    assert time.process_time() - before < 0.5
+    with pytest.raises(AssertionError, match="drawn"):
+        build(synthetic, 50)
 
 
 def test_synthetic_lengths_are_exact_and_ids_in_range():
