@@ -56,9 +56,6 @@ class BlockPool:
     def ref_cnt(self, block_id: int) -> int:
         return self._ref_cnt[block_id]
 
-    def is_cached(self, block_id: int) -> bool:
-        return block_id in self._hash_of
-
     def allocate(self, num_blocks: int) -> Taken | None:
         """Take so many blocks with one reference each, or None, changing nothing, when there are fewer."""
         free = self._free

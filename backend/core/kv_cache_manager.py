@@ -185,17 +185,14 @@ class KVCacheManager:
 
     def state(self) -> PoolState:
         """Every block that is not free: from here on, events tell the rest."""
-        return PoolState(
-            {key: [list(blocks) for blocks in groups] for key, groups in self._block_ids.items()},
-            self.pool.cached_blocks(),
-        )
+        return PoolState(self._held(), self.pool.cached_blocks())
 
     def snapshot(self) -> KVCacheSnapshot:
         return KVCacheSnapshot(
             num_referenced_blocks=self.pool.num_referenced_blocks,
             num_evictable_blocks=self.pool.num_evictable_blocks,
             num_free_blocks=self.pool.num_free_blocks,
-            block_ids={key: [list(blocks) for blocks in groups] for key, groups in self._block_ids.items()},
+            block_ids=self._held(),
         )
 
     def check_integrity(self) -> None:
@@ -218,10 +215,12 @@ class KVCacheManager:
         if block_ids and self._events is not None:
             self._events.append(BlockEvent(kind, request.request_id if request else None, group, list(block_ids)))
 
+    def _held(self) -> dict[str, list[list[int]]]:
+        """A copy of every request's blocks."""
+        return {key: [list(blocks) for blocks in groups] for key, groups in self._block_ids.items()}
+
     def _hash(self, request: Request, num_blocks: int) -> None:
-        for hashes, key in zip(request.block_hashes, self._keys, strict=False):
+        if not request.block_hashes:
+            request.block_hashes = [[] for _ in self._keys]
+        for hashes, key in zip(request.block_hashes, self._keys, strict=True):
             extend_block_hashes(hashes, request.token_ids, num_blocks, self.block_size, key)
-        for key in self._keys[len(request.block_hashes) :]:
-            hashes = []
-            extend_block_hashes(hashes, request.token_ids, num_blocks, self.block_size, key)
-            request.block_hashes.append(hashes)

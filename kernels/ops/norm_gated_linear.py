@@ -13,9 +13,7 @@ from kernels.ops.projection import (
     begin_early,
     default_tiles,
     product_launch,
-    project_boxes,
-    project_rows,
-    split_halves,
+    project_halves,
 )
 
 
@@ -62,31 +60,28 @@ def _norm_gated_linear_kernel(
         up_bias = tl.load(bias_ptr + num_outputs + column, mask=column_mask, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if TMA:
-        gate, up = project_boxes(
-            x_ptr, weight_ptr, first_row, num_outputs + first_row, first_token, num_columns, BLOCK_M, HALF, BLOCK_K
-        )
-    else:
-        total = project_rows(
-            x_ptr,
-            weight_ptr,
-            square_sums_ptr,
-            row,
-            first_token,
-            num_tokens,
-            num_columns,
-            num_parts,
-            eps,
-            stride_x_token,
-            stride_weight_row,
-            stride_square_sums_token,
-            EVEN_K,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            BLOCK_PARTS,
-        )
-        gate, up = split_halves(total, BLOCK_M, HALF)
+    gate, up = project_halves(
+        x_ptr,
+        weight_ptr,
+        square_sums_ptr,
+        row,
+        first_row,
+        num_outputs + first_row,
+        first_token,
+        num_tokens,
+        num_columns,
+        num_parts,
+        eps,
+        stride_x_token,
+        stride_weight_row,
+        stride_square_sums_token,
+        EVEN_K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        BLOCK_PARTS,
+        TMA,
+    )
     if BIAS:
         gate += gate_bias[None, :]
         up += up_bias[None, :]

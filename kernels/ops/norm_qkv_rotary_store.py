@@ -13,9 +13,7 @@ from kernels.ops.projection import (
     begin_early,
     default_tiles,
     product_launch,
-    project_boxes,
-    project_rows,
-    split_halves,
+    project_halves,
 )
 
 
@@ -95,31 +93,28 @@ def _norm_qkv_rotary_store_kernel(
     sin = tl.load(angle_ptrs + HALF_DIM, mask=mask, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if TMA:
-        left, right = project_boxes(
-            x_ptr, weight_ptr, first_row, first_row + HALF_DIM, first_token, num_columns, BLOCK_M, HALF, BLOCK_K
-        )
-    else:
-        total = project_rows(
-            x_ptr,
-            weight_ptr,
-            square_sums_ptr,
-            row,
-            first_token,
-            num_tokens,
-            num_columns,
-            num_parts,
-            eps,
-            stride_x_token,
-            stride_weight_row,
-            stride_square_sums_token,
-            EVEN_K,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            BLOCK_PARTS,
-        )
-        left, right = split_halves(total, BLOCK_M, HALF)
+    left, right = project_halves(
+        x_ptr,
+        weight_ptr,
+        square_sums_ptr,
+        row,
+        first_row,
+        first_row + HALF_DIM,
+        first_token,
+        num_tokens,
+        num_columns,
+        num_parts,
+        eps,
+        stride_x_token,
+        stride_weight_row,
+        stride_square_sums_token,
+        EVEN_K,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        BLOCK_PARTS,
+        TMA,
+    )
     if BIAS:
         left += left_bias[None, :]
         right += right_bias[None, :]

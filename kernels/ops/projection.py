@@ -230,6 +230,68 @@ def project_boxes(
 
 
 @triton.jit
+def _split_halves(total, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
+    """[BLOCK_M, 2 * HALF] -> its left and right half."""
+    return tl.split(tl.permute(tl.reshape(total, [BLOCK_M, 2, HALF]), [0, 2, 1]))
+
+
+@triton.jit
+def project_halves(
+    x_ptr,
+    weight_ptr,
+    square_sums_ptr,
+    weight_row,
+    first_row,
+    second_row,
+    first_token,
+    num_tokens,
+    num_columns,
+    num_parts,
+    eps,
+    stride_x_token,
+    stride_weight_row,
+    stride_square_sums_token,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """`project_rows` of the BLOCK_N / 2 rows from `first_row` on, and of those from `second_row` on: two results.
+
+    With TMA `x_ptr` and `weight_ptr` are descriptors; without it `weight_row` names the rows, one half after the other.
+    """
+    HALF: tl.constexpr = BLOCK_N // 2
+    if TMA:
+        left, right = project_boxes(
+            x_ptr, weight_ptr, first_row, second_row, first_token, num_columns, BLOCK_M, HALF, BLOCK_K
+        )
+    else:
+        total = project_rows(
+            x_ptr,
+            weight_ptr,
+            square_sums_ptr,
+            weight_row,
+            first_token,
+            num_tokens,
+            num_columns,
+            num_parts,
+            eps,
+            stride_x_token,
+            stride_weight_row,
+            stride_square_sums_token,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            BLOCK_PARTS,
+        )
+        left, right = _split_halves(total, BLOCK_M, HALF)
+    return left, right
+
+
+@triton.jit
 def begin_early(weight_ptr, weight_row, num_columns, stride_weight_row, SMALL: tl.constexpr, PDL: tl.constexpr):
     """Let the next kernel start, and ask for the weights, while the kernel before this one ends.
 
@@ -240,9 +302,3 @@ def begin_early(weight_ptr, weight_row, num_columns, stride_weight_row, SMALL: t
         if SMALL:
             row_ptrs = weight_ptr + weight_row.to(tl.int64) * stride_weight_row
             prefetch_rows(row_ptrs, num_columns * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8) // 16 * 16)
-
-
-@triton.jit
-def split_halves(total, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
-    """[BLOCK_M, 2 * HALF] -> its left and right half."""
-    return tl.split(tl.permute(tl.reshape(total, [BLOCK_M, 2, HALF]), [0, 2, 1]))

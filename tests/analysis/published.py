@@ -1,37 +1,18 @@
-"""Configs of published models: the fields that decide sizes, as their config.json gives them."""
+"""Configs of published models: the fields that decide sizes, as their config.json gives them; presets where there are."""
 
 from __future__ import annotations
 
 from typing import Any
 
-LLAMA_3_1_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-LLAMA_3_1_70B = LLAMA_3_1_8B | {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-}
-SMOLLM2_135M = LLAMA_3_1_8B | {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
+from backend.analysis.presets import MODEL_PRESETS
+
+LLAMA_3_1_8B = MODEL_PRESETS["Llama-3.1-8B"].config
+LLAMA_3_1_70B = MODEL_PRESETS["Llama-3.1-70B"].config
+SMOLLM2_135M = MODEL_PRESETS["SmolLM2-135M"].config
+MISTRAL_7B_V0_1 = MODEL_PRESETS["Mistral-7B-v0.1"].config
+MIXTRAL_8X7B = MODEL_PRESETS["Mixtral-8x7B"].config
+GEMMA_3_4B = MODEL_PRESETS["Gemma-3-4B"].config
+GPT2 = MODEL_PRESETS["GPT-2"].config
 QWEN_2_5_0_5B: dict[str, Any] = {
     "model_type": "qwen2",
     "vocab_size": 151936,
@@ -79,34 +60,6 @@ QWEN_3_30B_A3B: dict[str, Any] = {
     "head_dim": 128,
     "tie_word_embeddings": False,
 }
-MISTRAL_7B_V0_1: dict[str, Any] = {
-    "model_type": "mistral",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-MIXTRAL_8X7B: dict[str, Any] = MISTRAL_7B_V0_1 | {
-    "model_type": "mixtral",
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "sliding_window": None,
-}
-GPT2: dict[str, Any] = {
-    "model_type": "gpt2",
-    "vocab_size": 50257,
-    "n_ctx": 1024,
-    "n_embd": 768,
-    "n_head": 12,
-    "n_layer": 12,
-    "n_positions": 1024,
-}
 GEMMA_2_2B: dict[str, Any] = {
     "model_type": "gemma2",
     "vocab_size": 256000,
@@ -121,18 +74,6 @@ GEMMA_2_2B: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 # The text model is what transformers assumes, but for these four: heads, head size and vocabulary are not in the file.
-GEMMA_3_4B: dict[str, Any] = {
-    "model_type": "gemma3",
-    "text_config": {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "sliding_window": 1024,
-    },
-    "torch_dtype": "bfloat16",
-    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
-}
 FALCON_7B: dict[str, Any] = {
     "model_type": "falcon",
     "vocab_size": 65024,

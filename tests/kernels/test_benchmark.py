@@ -14,10 +14,9 @@ from kernels import limits, timing
 from kernels.kernel_op import KernelOp
 from kernels.limits import Limits
 from kernels.registry import REGISTRY
-from kernels.timing import Rotation
+from kernels.timing import ONCE, Rotation
 
 CPU = torch.device("cpu")
-ONCE = Rotation([{}], needs_sweep=False)
 FAST = Limits("a card", "float32", 2**20, 1e15, 1e18)  # faster than anything that is timed here
 
 
