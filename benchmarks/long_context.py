@@ -1,14 +1,13 @@
 """Attention at long context on the heads of an 8-billion-parameter model: ours over the paged cache against torch's.
 
 Each is timed over blocks as an engine scatters them and over blocks in order; torch's flash attention reads the same keys
-and values where they lie in order, without a block table.
+and values where they lie in order, without a block table. Inputs rotate, so that no cache holds what a call reads.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from benchmarks.figures import Figure
 from benchmarks.limits import CardLimits
 from kernels.kernel_op import Inputs
 from kernels.specs import paged_attention, paged_decode_attention
-from kernels.timing import ONCE, call_seconds
+from kernels.timing import Call, call_seconds, rotate
 
 SHAPE = "attention 32/8 x 128"
 HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -46,8 +45,9 @@ def _figures(device: torch.device, limits: CardLimits, query_len: int, length: i
             op = paged_decode_attention.OP
             del inputs["query_start_loc"]
         contiguous = inputs | {"block_table": _blocks_in_order(inputs["block_table"])}
-        peer_us = statistics.median(_microseconds(torch_attention(inputs), device))
-        share, limit = (op.bytes_moved(inputs) / limits.copy_bytes_per_s, "copy")
+        bytes_moved = op.bytes_moved(inputs)
+        peer_us = statistics.median(_microseconds(torch_attention, torch_inputs(inputs), bytes_moved, device))
+        share, limit = (bytes_moved / limits.copy_bytes_per_s, "copy")
         if query_len > 1:
             share, limit = (op.flops(inputs) / limits.matmul_flops_per_s, "matmul")
     except Exception as error:
@@ -55,7 +55,7 @@ def _figures(device: torch.device, limits: CardLimits, query_len: int, length: i
         return
     for blocks, chosen in (("scattered", inputs), ("in order", contiguous)):
         try:
-            samples = _microseconds(lambda chosen=chosen: op.launch(**chosen), device)
+            samples = _microseconds(op.launch, chosen, bytes_moved, device)
         except Exception as error:
             yield Figure(SHAPE, f"{name}, {blocks}", "us", error=f"{type(error).__name__}: {error}")
             continue
@@ -71,32 +71,31 @@ def _figures(device: torch.device, limits: CardLimits, query_len: int, length: i
         )
 
 
-def torch_attention(inputs: Inputs) -> Callable[[], Tensor]:
-    """torch's flash attention on the same sizes: its output is [1, num_heads, query_len, head_dim].
+def torch_inputs(inputs: Inputs) -> Inputs:
+    """Query, keys and values of one request for `torch_attention`.
 
     The pool's blocks, the null block left out, are the one request's keys and values as if they lay in order.
     """
-    query: Tensor = inputs["query"].transpose(0, 1)[None]
     length = int(inputs["seq_lens"])
     key, value = (
         inputs[name][1:].flatten(0, 1)[:length].transpose(0, 1)[None] for name in ("key_cache", "value_cache")
     )
+    return {"query": inputs["query"].transpose(0, 1)[None], "key": key, "value": value, "scale": inputs["scale"]}
+
+
+def torch_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """torch's flash attention: [1, num_heads, query_len, head_dim]."""
     causal = query.shape[2] > 1  # a single row is the last position and sees all
-
-    def call() -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION if query.is_cuda else SDPBackend.MATH):
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=causal, scale=inputs["scale"], enable_gqa=True
-            )
-
-    return call
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION if query.is_cuda else SDPBackend.MATH):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=True)
 
 
 def _blocks_in_order(block_table: Tensor) -> Tensor:
     return torch.arange(1, block_table.shape[1] + 1, dtype=block_table.dtype, device=block_table.device)[None]
 
 
-def _microseconds(call: Callable[[], Any], device: torch.device) -> list[float]:
-    once = statistics.median(call_seconds(call, ONCE, device, calls_per_graph=0))
+def _microseconds(call: Call, inputs: Inputs, bytes_moved: int, device: torch.device) -> list[float]:
+    rotation = rotate(inputs, bytes_moved, device)
+    once = statistics.median(call_seconds(call, rotation, device, calls_per_graph=0))
     num_calls = max(1, min(MAX_CALLS_PER_GRAPH, round(GRAPH_S / once)))
-    return [seconds * 1e6 for seconds in call_seconds(call, ONCE, device, calls_per_graph=num_calls)]
+    return [seconds * 1e6 for seconds in call_seconds(call, rotation, device, calls_per_graph=num_calls)]

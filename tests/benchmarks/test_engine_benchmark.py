@@ -19,7 +19,7 @@ from backend.models.dummy import DUMMY_SHAPES
 from benchmarks import engine, idle, table
 from benchmarks.figures import Figure, attempt
 from benchmarks.limits import decode_bytes, linear_parameters, prefill_flops
-from benchmarks.long_context import torch_attention
+from benchmarks.long_context import torch_attention, torch_inputs
 from benchmarks.model_figures import IDLE_OUTPUT_LEN, decode_rate, mix_rate, prefill_rate
 from benchmarks.passes import BenchmarkEngine, random_requests
 from benchmarks.peers import card_kind, mix_lengths, peer_figure
@@ -159,7 +159,9 @@ def test_torchs_attention_reads_the_pool_as_if_in_order(query_len: int, seq_len:
     blocks = inputs["block_table"].shape[1]
     inputs["block_table"] = torch.arange(1, blocks + 1, dtype=torch.int32)[None]
     expected = paged_attention(**inputs)
-    torch.testing.assert_close(torch_attention(inputs)()[0].transpose(0, 1), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        torch_attention(**torch_inputs(inputs))[0].transpose(0, 1), expected, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_the_first_token_is_timed_by_the_clock_of_all_processes() -> None:
