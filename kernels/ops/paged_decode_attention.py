@@ -18,6 +18,7 @@ from kernels.ops.pdl import supports_pdl
 LEAN_PROGRAMS_PER_SM = 4
 PROGRAMS_PER_SM = 9
 MAX_SPLITS = 64
+MAX_TEAM = 8  # shares that one program adds up
 LONG_CONTEXT = 8192
 
 
@@ -67,6 +68,7 @@ def _paged_decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    TEAM: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -74,8 +76,9 @@ def _paged_decode_attention_kernel(
 
     A request is cut into as many shares of equal length as there are splits, but none shorter than MIN_KEYS: programs
     without a share exit at once. Each share leaves its unnormalised sum, its maximum and its weight in the partial
-    tensors, and the program that arrives last at the request's counter adds them up (split-KV, after Dao et al.,
-    "Flash-Decoding", 2023; a counter in place of a second kernel) in order of the shares, and sets the counter back to 0.
+    tensors. Of every TEAM shares that follow each other, the program that arrives last at the team's counter adds them up,
+    and of the teams the last one those (split-KV, after Dao et al., "Flash-Decoding", 2023; counters in place of a second
+    kernel, and two short levels, for all that is read at once arrives in one trip to the L2). Counters end at 0 again.
 
     Grid: (num_kv_heads, NUM_SPLITS, num_reqs).
     """
@@ -160,46 +163,107 @@ def _paged_decode_attention_kernel(
     tl.store(partial_ptr + part[:, None] * BLOCK_D + column[None, :], attended, mask=row_mask[:, None])
     tl.store(partial_max_ptr + part, row_max, mask=row_mask)
     tl.store(partial_sum_ptr + part, row_sum, mask=row_mask)
+
+    # -- add up: the shares of each team, then the teams
+    NUM_TEAMS: tl.constexpr = NUM_SPLITS // TEAM
+    counters_ptr = arrivals_ptr + (request * tl.num_programs(0) + kv_head) * (NUM_TEAMS + 1)
+    team = split // TEAM
+    num_members = tl.minimum(num_shares - team * TEAM, TEAM)
+    if not _is_last(counters_ptr + team, num_members):
+        return
+    member = tl.arange(0, BLOCK_G)
+    parts = first + member * NUM_SPLITS
+    total_max, total_sum, total = _add_up(
+        partial_ptr,
+        partial_max_ptr,
+        partial_sum_ptr,
+        parts + team * TEAM,
+        1,
+        num_members,
+        member < GROUP,
+        TEAM,
+        CHUNK,
+        BLOCK_D,
+    )
+    num_teams = (num_shares + TEAM - 1) // TEAM
+    if num_teams > 1:
+        # In place of the team's first share, which nobody else reads.
+        team_part = parts + team * TEAM
+        tl.store(partial_ptr + team_part[:, None] * BLOCK_D + column[None, :], total, mask=(member < GROUP)[:, None])
+        tl.store(partial_max_ptr + team_part, total_max, mask=member < GROUP)
+        tl.store(partial_sum_ptr + team_part, total_sum, mask=member < GROUP)
+        if not _is_last(counters_ptr + NUM_TEAMS, num_teams):
+            return
+        total_max, total_sum, total = _add_up(
+            partial_ptr,
+            partial_max_ptr,
+            partial_sum_ptr,
+            parts,
+            TEAM,
+            num_teams,
+            member < GROUP,
+            NUM_TEAMS,
+            CHUNK,
+            BLOCK_D,
+        )
+    output = total / tl.where(member < GROUP, total_sum, 1.0)[:, None]
+    output_ptrs = (
+        output_ptr
+        + request * stride_output_token
+        + (kv_head * GROUP + member)[:, None] * stride_output_head
+        + column[None, :]
+    )
+    mask = (member < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _is_last(counter_ptr, num_programs):
+    """Count this program at `counter_ptr`, its stores before; whether it is the last of `num_programs`. Counts from 0 again."""
     # All threads' stores come before the one thread's count.
     tl.debug_barrier()
-    counter = arrivals_ptr + request * tl.num_programs(0) + kv_head
-    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-    if arrived == num_shares - 1:
-        tl.store(counter, 0)
-        member = tl.arange(0, BLOCK_G)
-        member_mask = member < GROUP
-        share = tl.arange(0, NUM_SPLITS)
-        shares = first + member[:, None] * NUM_SPLITS + share[None, :]
-        share_mask = member_mask[:, None] & (share < num_shares)[None, :]
-        # ".cg": straight from the L2, where the other programs' parts are.
-        share_max = tl.load(partial_max_ptr + shares, mask=share_mask, other=float("-inf"), cache_modifier=".cg")
-        share_sum = tl.load(partial_sum_ptr + shares, mask=share_mask, other=0.0, cache_modifier=".cg")
-        total_max = tl.max(share_max, axis=1)
-        total_max = tl.where(member_mask, total_max, 0.0)
-        total_sum = tl.sum(share_sum * tl.exp2(share_max - total_max[:, None]), axis=1)
-        total = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
-        for start in range(0, num_shares, CHUNK):
-            chunk = start + tl.arange(0, CHUNK)
-            chunk_shares = first + member[:, None] * NUM_SPLITS + chunk[None, :]
-            chunk_mask = member_mask[:, None] & (chunk < num_shares)[None, :]
-            chunk_max = tl.load(
-                partial_max_ptr + chunk_shares, mask=chunk_mask, other=float("-inf"), cache_modifier=".cg"
-            )
-            part_ptrs = partial_ptr + chunk_shares[:, :, None] * BLOCK_D + column[None, None, :]
-            parts = tl.load(part_ptrs, mask=chunk_mask[:, :, None], other=0.0, cache_modifier=".cg")
-            total += tl.sum(parts * tl.exp2(chunk_max - total_max[:, None])[:, :, None], axis=1)
-        output = total / tl.where(member_mask, total_sum, 1.0)[:, None]
-        output_ptrs = (
-            output_ptr
-            + request * stride_output_token
-            + (kv_head * GROUP + member)[:, None] * stride_output_head
-            + column[None, :]
-        )
-        tl.store(
-            output_ptrs,
-            output.to(output_ptr.dtype.element_ty),
-            mask=member_mask[:, None] & (column < HEAD_DIM)[None, :],
-        )
+    arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+    if arrived == num_programs - 1:
+        tl.store(counter_ptr, 0)
+    return arrived == num_programs - 1
+
+
+@triton.jit
+def _add_up(
+    partial_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    first,
+    stride,
+    num_parts,
+    member_mask,
+    MAX_PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merge parts `first + i * stride`, i < num_parts, of each query head of a group, in order of i.
+
+    Returns:
+        maximum [BLOCK_G], weight [BLOCK_G] and unnormalised sum [BLOCK_G, BLOCK_D].
+    """
+    index = tl.arange(0, MAX_PARTS)
+    part = first[:, None] + index[None, :] * stride
+    mask = member_mask[:, None] & (index < num_parts)[None, :]
+    # ".cg": straight from the L2, where the other programs' parts are.
+    part_max = tl.load(partial_max_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    part_sum = tl.load(partial_sum_ptr + part, mask=mask, other=0.0, cache_modifier=".cg")
+    total_max = tl.where(member_mask, tl.max(part_max, axis=1), 0.0)
+    total_sum = tl.sum(part_sum * tl.exp2(part_max - total_max[:, None]), axis=1)
+    total = tl.zeros([first.shape[0], BLOCK_D], dtype=tl.float32)
+    for start in tl.static_range(0, MAX_PARTS, CHUNK):
+        index = start + tl.arange(0, CHUNK)
+        part = first[:, None] + index[None, :] * stride
+        mask = member_mask[:, None] & (index < num_parts)[None, :]
+        chunk_max = tl.load(partial_max_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        sums_ptrs = partial_ptr + part[:, :, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :]
+        sums = tl.load(sums_ptrs, mask=mask[:, :, None], other=0.0, cache_modifier=".cg")
+        total += tl.sum(sums * tl.exp2(chunk_max - total_max[:, None])[:, :, None], axis=1)
+    return total_max, total_sum, total
 
 
 def paged_decode_attention(
@@ -254,13 +318,15 @@ def paged_decode_attention(
     parts = (num_reqs, num_kv_heads, group, cut.num_splits) if cut.num_splits > 1 else (0,)
     partial = torch.empty((*parts, block_d), dtype=torch.float32, device=query.device)
     partial_max, partial_sum = (torch.empty(parts, dtype=torch.float32, device=query.device) for _ in range(2))
+    team = min(cut.num_splits, MAX_TEAM)
+    counters = num_reqs * num_kv_heads * (cut.num_splits // team + 1)
     pdl = supports_pdl(query.device)
     _paged_decode_attention_kernel[(num_kv_heads, cut.num_splits, num_reqs)](
         output,
         partial,
         partial_max,
         partial_sum,
-        _arrivals(query.device, num_reqs * num_kv_heads),
+        _arrivals(query.device, counters),
         query,
         key_cache,
         value_cache,
@@ -288,7 +354,8 @@ def paged_decode_attention(
         BLOCK_N=cut.block_n,
         BLOCK_D=block_d,
         BLOCK_G=block_g,
-        CHUNK=max(1, min(cut.num_splits, 4096 // (block_g * block_d))),
+        TEAM=team,
+        CHUNK=max(1, min(team, 4096 // (block_g * block_d))),
         PDL=pdl,
         num_warps=cut.num_warps,  # pyright: ignore[reportCallIssue]  (launch options, not the kernel's)
         num_stages=1,  # pyright: ignore[reportCallIssue]  (other programs of the multiprocessor hide the loads)
