@@ -57,6 +57,15 @@ class TritonDecoder:
         self._table: TileTable = load_table(model.embedding.device, model.embedding.dtype)
         self._plans: dict[int, _Plan] = {}
 
+    @property
+    def launch_bound(self) -> bool:
+        return all(is_small(_parameters(linear)[0]) for linear in self._linears())
+
+    def _linears(self) -> tuple[Linear, ...]:
+        """Those of a layer, which are alike in all."""
+        layer = self._layers[0]
+        return layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down
+
     @torch.inference_mode()
     def forward(
         self,
@@ -153,15 +162,16 @@ class TritonDecoder:
         def tiles(op: LinearOp, linear: Linear) -> Tiles | None:
             return self._table.choose(Shape(op, linear.out_features, linear.in_features), num_tokens)
 
-        layer = self._layers[0]
-        linears = (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
-        qkv = tiles("norm_qkv_rotary_store", layer.attention.qkv)
-        output = tiles("norm_linear", layer.attention.output)
-        gate_up = tiles("norm_gated_linear", layer.mlp.gate_up)
-        down = tiles("norm_linear", layer.mlp.down)
+        qkv, output, gate_up, down = self._linears()
+        plan = (
+            tiles("norm_qkv_rotary_store", qkv),
+            tiles("norm_linear", output),
+            tiles("norm_gated_linear", gate_up),
+            tiles("norm_linear", down),
+        )
         # It saves launches, which is what small layers wait for; large ones wait for memory, of which it costs some.
-        defers_norm = None not in (qkv, output, gate_up, down) and all(is_small(_parameters(it)[0]) for it in linears)
-        return _Plan(qkv, output, gate_up, down, tiles("norm_linear", self._model.head), defers_norm)
+        defers_norm = None not in plan and self.launch_bound
+        return _Plan(*plan, tiles("norm_linear", self._model.head), defers_norm)
 
 
 def _parameters(linear: Linear) -> tuple[Tensor, Tensor | None]:

@@ -16,7 +16,13 @@ from backend.models.decoder import Decoder
 
 
 class StepDecoder(Protocol):
-    """Runs a step's tokens through a decoder; `compute_logits` takes what `forward` gives."""
+    """Runs a step's tokens through a decoder; `compute_logits` takes what `forward` gives.
+
+    `launch_bound`: a step of any size takes longer to launch, op by op, than to compute.
+    """
+
+    @property
+    def launch_bound(self) -> bool: ...
 
     def forward(
         self,
@@ -37,6 +43,8 @@ class StepDecoder(Protocol):
 
 class ReferenceDecoder:
     """The decoder's own modules, over the plain-torch ops."""
+
+    launch_bound = False
 
     def __init__(self, model: Decoder) -> None:
         self._model = model

@@ -12,6 +12,7 @@ from backend.sample.metadata import SamplingMetadata
 from backend.sample.sampler import Sampler
 from backend.sampling_params import SamplingParams
 from backend.worker.decoders import StepDecoder
+from backend.worker.graph_sizes import mixed_sizes
 from backend.worker.kv_cache import KVCacheShape
 
 # What the CUDA graphs keep of the card beside their tensors: about 2 MiB of kernel nodes each, and their pool's rounding.
@@ -37,7 +38,12 @@ def free_after_profile_run(
             "scheduler.max_num_seqs or model.max_model_len"
         ) from error
     torch.cuda.empty_cache()
-    graphs = 0 if config.kernels.enforce_eager else GRAPH_BYTES + activations // 4
+    graphs = 0
+    if not config.kernels.enforce_eager:
+        budget = config.scheduler.max_num_batched_tokens
+        assert budget is not None
+        sizes = mixed_sizes(budget, decoder.launch_bound)
+        graphs = GRAPH_BYTES + (activations * sizes[-1] // budget if sizes else 0)
     return int(total * config.cache.gpu_memory_utilization) - used - activations - graphs
 
 

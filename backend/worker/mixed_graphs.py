@@ -1,4 +1,4 @@
-"""Whole steps of chunks and single-token rows as CUDA graphs: for a small model, a step is otherwise the time to launch it.
+"""Whole steps of chunks and single-token rows as CUDA graphs: many a step is otherwise the time to launch it.
 
 As `DecodeGraphs`, for any mix of query lengths up to some number of tokens. Padding tokens belong to no request, and write to
 the null block only.
@@ -17,12 +17,11 @@ from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import LayerCache
 from backend.models.triton_decoder import TritonDecoder
 from backend.worker.decode_graphs import DecodeOutput, capture_graph
+from backend.worker.graph_sizes import choose_size, mixed_sizes
 from backend.worker.input_batch import SAMPLED_TOKEN, StepInput
 from backend.worker.step_tensors import HostBuffers, StepTensors, device_views, step_arrays, write_parts
 from kernels.ops.greedy_tokens import greedy_tokens
 from kernels.ops.record_tokens import record_tokens
-
-SIZES = (64, 128, 256, 384, 512, 768, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class MixedGraphs:
         self._padding_row = sampled_token_ids.numel() - 1
         self._max_num_reqs = max_num_reqs
         self._max_num_blocks = max_num_blocks
-        self._sizes = [size for size in SIZES if size <= max_num_tokens]
+        self._sizes = mixed_sizes(max_num_tokens, decoder.launch_bound)
         self._graphs: dict[int, _Graph] = {}
         self._logits = logits
         largest = self._padding(self._sizes[-1]) if self._sizes else None
@@ -80,12 +79,13 @@ class MixedGraphs:
             on_progress()
 
     def fits(self, step: StepInput) -> bool:
-        return bool(self._sizes) and len(step.token_ids) <= self._sizes[-1] and step.num_reqs <= self._max_num_reqs
+        return step.num_reqs <= self._max_num_reqs and self._size(len(step.token_ids)) is not None
 
     def replay(self, step: StepInput, buffers: HostBuffers) -> DecodeOutput:
         """Start a step; the output has a row for each sampled request, in order."""
         num_tokens, num_reqs, num_sampled = len(step.token_ids), step.num_reqs, len(step.sampled_rows)
-        size = next(size for size in self._sizes if size >= num_tokens)
+        size = self._size(num_tokens)
+        assert size is not None
         graph = self._graphs[size]
         padded = self._padding(size)
         padded.token_ids[:num_tokens] = step.token_ids
@@ -107,6 +107,9 @@ class MixedGraphs:
         self._block_table[:num_reqs, : step.block_table.shape[1]].copy_(entries)
         graph.graph.replay()
         return DecodeOutput(graph.output.logits[:num_sampled], graph.output.outcomes[:num_sampled])
+
+    def _size(self, num_tokens: int) -> int | None:
+        return choose_size(self._sizes, num_tokens, self._decoder.launch_bound)
 
     def _padding(self, size: int) -> StepInput:
         """A step of `size` padding tokens and no request."""

@@ -25,10 +25,11 @@ LONG_CONTEXT = 8192
 class Cut(NamedTuple):
     """How a launch is cut: a request's keys into `num_splits` shares at most, none below `min_keys`."""
 
-    num_splits: int  # power of two
+    num_splits: int  # power of two up to MAX_TEAM, or a multiple of it
     min_keys: int
     block_n: int  # keys per iteration, power of two from 16
     num_warps: int
+    num_stages: int = 1  # iterations whose loads are under way; with one, only other programs' hide them
 
 
 # Not a kernel for each width and alignment of the table, which change from step to step.
@@ -69,6 +70,7 @@ def _paged_decode_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     TEAM: tl.constexpr,
+    BLOCK_TEAMS: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -202,7 +204,7 @@ def _paged_decode_attention_kernel(
             TEAM,
             num_teams,
             member < GROUP,
-            NUM_TEAMS,
+            BLOCK_TEAMS,
             CHUNK,
             BLOCK_D,
         )
@@ -255,13 +257,13 @@ def _add_up(
     total_max = tl.where(member_mask, tl.max(part_max, axis=1), 0.0)
     total_sum = tl.sum(part_sum * tl.exp2(part_max - total_max[:, None]), axis=1)
     total = tl.zeros([first.shape[0], BLOCK_D], dtype=tl.float32)
-    for start in tl.static_range(0, MAX_PARTS, CHUNK):
-        index = start + tl.arange(0, CHUNK)
-        part = first[:, None] + index[None, :] * stride
-        mask = member_mask[:, None] & (index < num_parts)[None, :]
-        chunk_max = tl.load(partial_max_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        sums_ptrs = partial_ptr + part[:, :, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :]
-        sums = tl.load(sums_ptrs, mask=mask[:, :, None], other=0.0, cache_modifier=".cg")
+    for start in range(0, MAX_PARTS, CHUNK):
+        in_chunk = start + tl.arange(0, CHUNK)
+        chunk = first[:, None] + in_chunk[None, :] * stride
+        chunk_mask = member_mask[:, None] & (in_chunk < num_parts)[None, :]
+        chunk_max = tl.load(partial_max_ptr + chunk, mask=chunk_mask, other=float("-inf"), cache_modifier=".cg")
+        sums_ptrs = partial_ptr + chunk[:, :, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :]
+        sums = tl.load(sums_ptrs, mask=chunk_mask[:, :, None], other=0.0, cache_modifier=".cg")
         total += tl.sum(sums * tl.exp2(chunk_max - total_max[:, None])[:, :, None], axis=1)
     return total_max, total_sum, total
 
@@ -355,10 +357,11 @@ def paged_decode_attention(
         BLOCK_D=block_d,
         BLOCK_G=block_g,
         TEAM=team,
+        BLOCK_TEAMS=triton.next_power_of_2(cut.num_splits // team),
         CHUNK=max(1, min(team, 4096 // (block_g * block_d))),
         PDL=pdl,
         num_warps=cut.num_warps,  # pyright: ignore[reportCallIssue]  (launch options, not the kernel's)
-        num_stages=1,  # pyright: ignore[reportCallIssue]  (other programs of the multiprocessor hide the loads)
+        num_stages=cut.num_stages,  # pyright: ignore[reportCallIssue]
         launch_pdl=pdl,  # pyright: ignore[reportCallIssue]
     )
     return output
@@ -376,7 +379,7 @@ def choose_cut(num_rows: int, max_seq_len: int, head_dim: int, device: torch.dev
     splits = min(programs / num_rows, max_seq_len / 64, MAX_SPLITS)
     num_splits = 2 ** max(0, round(math.log2(splits)))
     if lean:
-        return Cut(num_splits, 256, 32, 2)
+        return Cut(num_splits, 128, 32 if head_dim > 128 else 64, 4, num_stages=2)
     return Cut(num_splits, 128 if num_rows >= 2 * num_sms else 64, 32 if head_dim > 128 else 64, 4)
 
 

@@ -15,7 +15,7 @@ from tests.kernels.oracle import HEAD_DIMS, HEADS, GuardBands, in_turn, naive_at
 
 CPU = torch.device("cpu")
 # Whole requests; shares that a request fills or not; the least that there is, some or many of it per request.
-CUTS = [Cut(1, 64, 64, 4), Cut(2, 64, 32, 4), Cut(8, 16, 16, 4), Cut(64, 16, 16, 4)]
+CUTS = [Cut(1, 64, 64, 4), Cut(2, 64, 32, 4), Cut(8, 16, 16, 4), Cut(24, 16, 16, 4), Cut(64, 16, 16, 4, 2)]
 SMALL: dict[str, Any] = {"num_heads": 3, "num_kv_heads": 1, "head_dim": 32}
 
 

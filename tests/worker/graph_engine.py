@@ -22,7 +22,7 @@ interpret_without_cuda()
 
 from backend.attention.triton import TritonAttention  # noqa: E402
 from backend.models.triton_decoder import TritonDecoder  # noqa: E402
-from backend.worker import decode_graphs, mixed_graphs  # noqa: E402
+from backend.worker import decode_graphs, graph_sizes  # noqa: E402
 from backend.worker.decode_graphs import DecodeGraphs  # noqa: E402
 from backend.worker.mixed_graphs import MixedGraphs  # noqa: E402
 
@@ -76,7 +76,8 @@ class Engine:
 
 def make_engine(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(decode_graphs, "SHORT_CONTEXT", SHORT_CONTEXT)
-    monkeypatch.setattr(mixed_graphs, "SIZES", (*MIXED_SIZES, MAX_NUM_TOKENS + 1))
+    monkeypatch.setattr(graph_sizes, "SIZES", MIXED_SIZES)
+    monkeypatch.setattr(graph_sizes, "LARGE_SIZES", (MAX_NUM_TOKENS,))
     model = Decoder(CONFIG, dtype=torch.float32, device=DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(0)
     for name, parameter in model.named_parameters():

@@ -15,6 +15,7 @@ from tests.worker.graph_engine import (
     CONFIG,
     MAX_MODEL_LEN,
     MAX_NUM_REQS,
+    MAX_NUM_TOKENS,
     MIXED_SIZES,
     Engine,
     check_caches,
@@ -76,5 +77,5 @@ def test_what_is_too_large_does_not_fit(engine: Engine) -> None:
         batch.update(scheduled)
         return batch.build(scheduled)
 
-    assert engine.mixed_graphs.fits(step(MIXED_SIZES[-1]))
-    assert not engine.mixed_graphs.fits(step(MIXED_SIZES[-1] + 1)), "the next size is above the token budget"
+    assert engine.mixed_graphs.fits(step(MAX_NUM_TOKENS))
+    assert not engine.mixed_graphs.fits(step(MAX_NUM_TOKENS + 1)), "above the token budget"
