@@ -1,4 +1,4 @@
-"""The product's own engine on the card: decode, prefill, a mix, start, idle share, long-context attention, open dashboards.
+"""The product's own engine on the card: decode, prefill, a mix, start, idle share, batch invariance, long contexts, open pages.
 
     python -m benchmarks.engine [--model NAME ...] [--only decode,mix] [--set KEY=VALUE ...] [-o FILE]
 
@@ -6,8 +6,8 @@ The default configuration, driven through `EngineHost` as a run is: ledger, reco
 sink beside it, in turns. Greedy, EOS ignored, random ids, all requests at once; a warm-up pass of each kind is left out.
 Times are those of the deliveries: decode counts b * (n_out - 1) tokens from the last first token to the last token,
 prefill all input tokens from submission to the last first token, the mix all output tokens from submission to the last.
-Idle share, the long-context figures and the dashboard's share are what `benchmarks/idle.py`, `benchmarks/long_context.py` and
-`benchmarks/dashboard.py` say.
+Idle share, the cost of batch invariance, the long-context figures and the dashboard's share are what `benchmarks/idle.py`,
+`benchmarks/invariant.py`, `benchmarks/long_context.py` and `benchmarks/dashboard.py` say.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from backend.compat import configure_cpu_environment
 from backend.config import EngineConfig
 from backend.metrics.environment import environment
 from benchmarks.figures import Figure
+from benchmarks.invariant import invariant_figures
 from benchmarks.limits import measure_limits
 from benchmarks.long_context import attention_figures
 from benchmarks.model_figures import ModelBenchmark
@@ -39,7 +40,7 @@ from benchmarks.table import text_table
 from db.session import Database
 
 MODELS = ("dummy:llama-3.1-8b", "dummy:smollm2-135m")
-KINDS = ("decode", "prefill", "mix", "start", "idle", "attention", "dashboard")
+KINDS = ("decode", "prefill", "mix", "start", "idle", "invariant", "attention", "dashboard")
 DEFAULT_KINDS = KINDS[:-1]  # the dashboard's takes two minutes, as its passes must last for seconds
 
 
@@ -78,6 +79,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 models[model] = model_info(engine, config)
             finally:
                 engine.close()
+        for model in options.model if "invariant" in options.only else ():
+            measured = {figure.name: figure for figure in figures if figure.model == model}
+            for figure in invariant_figures(
+                model, _config(model, options.set), database, limits, gpu, options, measured
+            ):
+                add(figure)
         database.close()
     if "attention" in options.only and gpu is not None:
         for figure in attention_figures(device, limits):
@@ -135,6 +142,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mix-requests", type=int, default=MIX_REQUESTS)
     parser.add_argument("--mix-max-len", type=int, default=MIX_MAX_LEN, help="longer prompts and outputs are cut to it")
     parser.add_argument("--idle-batches", type=_numbers, default=[1, 8, 32, 128, 256], help="requests at once")
+    parser.add_argument("--invariant-batches", type=_numbers, default=[1, 32], help="requests at once")
     parser.add_argument("--dashboard-batches", type=_numbers, default=[1, 32, 128], help="requests at once")
     parser.add_argument("--dashboard-clients", type=int, default=1, help="browsers on the Run page")
     parser.add_argument("--commit", help="to state where this is no checkout")

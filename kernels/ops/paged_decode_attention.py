@@ -13,9 +13,9 @@ from torch import Tensor
 from kernels.ops.checks import check_attention, check_tensor
 from kernels.ops.pdl import supports_pdl
 
-# Programs per multiprocessor: lean ones of long contexts keep its loads in flight by so many, and more only split what the
-# last of a request adds up again; of others a multiprocessor holds about that, and uneven requests want some to wait.
-LEAN_PROGRAMS_PER_SM = 4
+# Programs per multiprocessor: of long contexts so many keep its loads in flight, and more only split what the last of a
+# request adds up again; of others a multiprocessor holds about that, and uneven requests want some to wait.
+LONG_PROGRAMS_PER_SM = 4
 PROGRAMS_PER_SM = 9
 MAX_SPLITS = 64
 MAX_TEAM = 8  # shares that one program adds up
@@ -29,7 +29,7 @@ class Cut(NamedTuple):
     min_keys: int
     block_n: int  # keys per iteration, power of two from 16
     num_warps: int
-    num_stages: int = 1  # iterations whose loads are under way; with one, only other programs' hide them
+    num_stages: int = 2  # iterations under way: the loads of one hide behind the products of another
 
 
 # Not a kernel for each width and alignment of the table, which change from step to step.
@@ -371,16 +371,15 @@ def choose_cut(num_rows: int, max_seq_len: int, head_dim: int, device: torch.dev
     """Choose by host-side sizes only: `num_rows` are requests times KV heads, `max_seq_len` what a block table can hold.
 
     Few rows are split over the whole device: into short shares while contexts are short, which is where a step waits for
-    the latency of a single share, into lean long ones where it is bandwidth that counts.
+    the latency of a single share, into as many as run at once where contexts are long, which is where bandwidth counts.
     """
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
-    lean = max_seq_len > LONG_CONTEXT and num_rows < 2 * num_sms
-    programs = (LEAN_PROGRAMS_PER_SM if lean else PROGRAMS_PER_SM) * num_sms
+    is_long = max_seq_len > LONG_CONTEXT and num_rows < 2 * num_sms
+    programs = (LONG_PROGRAMS_PER_SM if is_long else PROGRAMS_PER_SM) * num_sms
     splits = min(programs / num_rows, max_seq_len / 64, MAX_SPLITS)
     num_splits = 2 ** max(0, round(math.log2(splits)))
-    if lean:
-        return Cut(num_splits, 128, 32 if head_dim > 128 else 64, 4, num_stages=2)
-    return Cut(num_splits, 128 if num_rows >= 2 * num_sms else 64, 32 if head_dim > 128 else 64, 4)
+    min_keys = 128 if is_long or num_rows >= 2 * num_sms else 64
+    return Cut(num_splits, min_keys, 32 if head_dim > 128 else 64, 4)
 
 
 _ARRIVALS: dict[torch.device, list[Tensor]] = {}

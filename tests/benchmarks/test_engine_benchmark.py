@@ -29,7 +29,10 @@ from db.session import Database
 from kernels.reference.paged_attention import paged_attention
 from kernels.specs.paged_attention import make_inputs
 
-SIZES = "--decode-batches 1,2 --input-len 16 --output-len 8 --prefill 2x32,1x2048 --mix-requests 4 --mix-max-len 24"
+SIZES = (
+    "--decode-batches 1,2 --input-len 16 --output-len 8 --prefill 2x32,1x2048 --mix-requests 4 --mix-max-len 24 "
+    "--invariant-batches 2"
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,14 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_a_run_measures_every_kind_that_a_cpu_can(result: dict[str, Any]) -> None:
     figures = {figure["name"]: figure for figure in result["figures"]}
-    assert list(figures) == ["decode 1", "decode 2", "prefill 2x32", "prefill 1x2048", "mix 4"]
+    assert list(figures) == [
+        "decode 1",
+        "decode 2",
+        "prefill 2x32",
+        "prefill 1x2048",
+        "mix 4",
+        "decode 2, batch invariant",
+    ]
     for name in ("decode 1", "decode 2", "prefill 2x32", "mix 4"):
         figure = figures[name]
         assert 0 < figure["min"] <= figure["median"] <= figure["max"]
@@ -52,6 +62,9 @@ def test_a_run_measures_every_kind_that_a_cpu_can(result: dict[str, Any]) -> Non
         assert figure["peer"] is None, "a peer's figure of another machine"
     assert figures["decode 2"]["details"]["step_us"] == pytest.approx(2e6 / figures["decode 2"]["median"])
     assert result["models"]["dummy:tiny"]["resolved_config"]["model"]["device"] == "cpu"
+    invariant = figures["decode 2, batch invariant"]
+    assert (invariant["peer"], invariant["peer_name"]) == (figures["decode 2"]["median"], "the default")
+    assert invariant["ratio"] == invariant["median"] / figures["decode 2"]["median"]
 
 
 def test_a_figure_that_fails_says_why_and_the_rest_goes_on(result: dict[str, Any]) -> None:

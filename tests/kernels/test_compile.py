@@ -94,8 +94,9 @@ for num_tokens, head_dim, window in ((8, 80, None), (512, 128, 1000), (512, 256,
 for num_splits, head_dim, window, pdl in ((1, 64, None, False), (4, 64, None, True), (64, 80, 1000, True)):
     constants = {"GROUP": 3, "HEAD_DIM": head_dim, "BLOCK_SIZE": 24, "WINDOW": window, "PDL": pdl}
     constants |= {"NUM_SPLITS": num_splits, "MIN_KEYS": 64, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_G": 4}
-    constants |= {"BLOCK_D": triton.next_power_of_2(head_dim), "TEAM": min(num_splits, 8), "BLOCK_TEAMS": max(1, num_splits // 8), "CHUNK": min(num_splits, 4)}
-    assert shared_bytes(paged_decode_attention._paged_decode_attention_kernel, constants, 4, 1) <= CONSUMER_SHARED_BYTES
+    constants |= {"BLOCK_D": triton.next_power_of_2(head_dim), "TEAM": min(num_splits, 8)}
+    constants |= {"BLOCK_TEAMS": max(1, num_splits // 8), "CHUNK": min(num_splits, 4)}
+    assert shared_bytes(paged_decode_attention._paged_decode_attention_kernel, constants, 4, 2) <= CONSUMER_SHARED_BYTES
 
 EVERYTHING = {"BIAS": True, "RESIDUAL": True, "NEXT_NORM": True, "EVEN_K": False, "BLOCK_PARTS": 64}
 NOTHING = {"BIAS": False, "RESIDUAL": False, "NEXT_NORM": False, "EVEN_K": True, "BLOCK_PARTS": 0}

@@ -1,0 +1,43 @@
+"""The record of a test run, from the report that pytest itself writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.gpu_tests import read_report
+
+TESTS = """
+import pytest
+
+def test_right(): pass
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_wrong(number): assert number == 2
+
+@pytest.mark.skip
+def test_left_out(): pass
+
+@pytest.fixture
+def broken(): raise RuntimeError
+
+def test_without_its_fixture(broken): pass
+"""
+
+
+def test_every_outcome_is_counted_and_failures_are_named(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "test_other.py").write_text("def test_right(): pass")
+    report = tmp_path / "report.xml"
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "."],
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+    )
+    assert read_report(report) == {
+        "tests": {"passed": 3, "failed": 2, "skipped": 1},
+        "failed": ["test_some::test_wrong[1]", "test_some::test_without_its_fixture"],
+        "files": {"test_other": {"passed": 1}, "test_some": {"passed": 2, "failed": 2, "skipped": 1}},
+    }
