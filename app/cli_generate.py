@@ -1,8 +1,10 @@
-"""`servelab generate`: one prompt, one answer, nothing recorded."""
+"""`servelab generate`: one prompt, one answer or several samples of it, nothing recorded."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -33,30 +35,35 @@ def generate(
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy; higher is more varied.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same answer.")] = 0,
+    n: Annotated[int, typer.Option("--n", help="Samples of the prompt, which is computed once for all.")] = 1,
     settings: ConfigSetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer one prompt; the text appears as it is generated."""
+    """Answer one prompt; the text appears as it is generated, of several samples one after the other."""
     from app.services import new_host
     from backend.sampling_params import SamplingParams
 
     config = engine_config(None, settings or [])
     if model is not None:
         config = config.with_overrides({"model.name": model})
-    sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, n=n)
     _check_text(prompt)
+    if n > 1 and temperature == 0:
+        terminal.note("note: at temperature 0 all samples are alike")
     with terminal.results() as out:
         host = new_host()
         try:
             _load(host, config)
-            token_ids, stats = _answer(host, prompt, raw, sampling, None if as_json else out)
+            token_ids, samples = _answer(host, prompt, raw, sampling, None if as_json else out)
         finally:
             host.close()
-        if stats.status == "failed":
-            raise EngineError(stats.error or "the request failed")
+        for stats in samples:
+            if stats.status == "failed":
+                raise EngineError(stats.error or "the request failed")
         if as_json:
-            terminal.write_document(out, _document(token_ids, stats))
-    _say_metrics(stats)
+            terminal.write_document(out, _document(token_ids, samples, sampling))
+    for stats in samples:
+        _say_metrics(stats)
 
 
 def _check_text(prompt: str) -> None:
@@ -81,27 +88,34 @@ def _load(host: EngineHost, config: EngineConfig) -> None:
 
 def _answer(
     host: EngineHost, text: str, raw: bool, sampling: SamplingParams, stream: TextIO | None
-) -> tuple[list[int], RequestStats]:
-    """Serve the prompt, writing its text to `stream` as it comes. Returns the prompt's ids and the request's record."""
+) -> tuple[list[int], list[RequestStats]]:
+    """Serve the prompt, writing its text to `stream` as it comes. Returns the prompt's ids and a record for each sample."""
     from backend.engine.in_process_target import InProcessTarget
     from backend.experiments.flight import Flight
+    from backend.request import sample_ids
     from backend.workload.datasets import WorkloadRequest
     from backend.workload.targets import Prompt
 
     request = WorkloadRequest(index=0, prompt=Prompt(text=text, chat=not raw), sampling=sampling, arrival_s=None)
-    flight = Flight("generate", request, warmup=False, arrival_time=time.perf_counter(), ended=SimpleQueue())
-    events: SimpleQueue[StreamEvent] = SimpleQueue()
+    arrival_time, n = time.perf_counter(), sampling.n
+    ids = sample_ids("generate", n)
+    flights = {key: Flight(key, request, warmup=False, arrival_time=arrival_time, ended=SimpleQueue()) for key in ids}
+    events: dict[str, SimpleQueue[StreamEvent]] = {key: SimpleQueue() for key in ids}
 
     def on_event(event: StreamEvent) -> None:
-        flight.on_event(event)
-        events.put(event)
+        flights[event.request_id].on_event(event)
+        events[event.request_id].put(event)
 
     token_ids = InProcessTarget(host).encode(request.prompt)
-    host.submit(flight.request_id, token_ids, sampling, on_event, flight.arrival_time)
-    while (event := events.get()).finish_reason is None:
-        _write(stream, event.text)
-    _write(stream, event.text + "\n")
-    return token_ids, flight.stats()
+    host.submit("generate", token_ids, sampling, on_event, arrival_time)
+    for index, key in enumerate(ids):
+        if n > 1:
+            _write(stream, f"--- sample {index + 1} of {n}, seed {sampling.sample(index).seed}\n")
+        while (event := events[key].get()).finish_reason is None:
+            _write(stream, event.text)
+        _write(stream, event.text + "\n")
+    parent_id = "generate" if n > 1 else None
+    return token_ids, [replace(flight.stats(), parent_id=parent_id) for flight in flights.values()]
 
 
 def _write(stream: TextIO | None, text: str) -> None:
@@ -110,9 +124,18 @@ def _write(stream: TextIO | None, text: str) -> None:
         stream.flush()
 
 
-def _document(prompt_token_ids: list[int], stats: RequestStats) -> dict[str, Any]:
+def _document(prompt_token_ids: list[int], samples: Sequence[RequestStats], sampling: SamplingParams) -> dict[str, Any]:
+    document: dict[str, Any] = {"prompt_token_ids": prompt_token_ids}
+    if len(samples) == 1:
+        return document | _answered(samples[0])
+    document["samples"] = [
+        {"seed": sampling.sample(index).seed, **_answered(stats)} for index, stats in enumerate(samples)
+    ]
+    return document | {"metrics": _totals(samples)}
+
+
+def _answered(stats: RequestStats) -> dict[str, Any]:
     return {
-        "prompt_token_ids": prompt_token_ids,
         "token_ids": list(stats.token_ids or ()),
         "text": stats.text,
         "finish_reason": stats.finish_reason,
@@ -121,17 +144,29 @@ def _document(prompt_token_ids: list[int], stats: RequestStats) -> dict[str, Any
 
 
 def _metrics(stats: RequestStats) -> dict[str, float | int | None]:
-    from backend.metrics.stats import e2el_ms, prefill_ms, queue_ms, summarize, tpot_ms, ttft_ms
+    from backend.metrics.stats import e2el_ms, prefill_ms, queue_ms, tpot_ms, ttft_ms
 
-    summary = summarize([stats], slo_limits={})
+    totals = _totals([stats])
     return {
-        "input_tokens": summary.input_tokens,
-        "output_tokens": summary.output_tokens,
+        "input_tokens": totals["input_tokens"],
+        "output_tokens": totals["output_tokens"],
         "queue_ms": queue_ms(stats),
         "prefill_ms": prefill_ms(stats),
         "ttft_ms": ttft_ms(stats),
         "tpot_ms": tpot_ms(stats),
         "e2el_ms": e2el_ms(stats),
+        "output_throughput_tok_s": totals["output_throughput_tok_s"],
+        "total_throughput_tok_s": totals["total_throughput_tok_s"],
+    }
+
+
+def _totals(samples: Sequence[RequestStats]) -> dict[str, float | int | None]:
+    from backend.metrics.stats import summarize
+
+    summary = summarize(samples, slo_limits={})
+    return {
+        "input_tokens": summary.input_tokens,
+        "output_tokens": summary.output_tokens,
         "output_throughput_tok_s": summary.output_throughput_tok_s,
         "total_throughput_tok_s": summary.total_throughput_tok_s,
     }

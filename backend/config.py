@@ -53,7 +53,11 @@ class CacheSettings(_Section):
     num_blocks: int | None = Field(
         None, ge=1, lt=2**31, description="KV blocks to allocate; by default what the memory settings leave."
     )
-    dtype: Literal["auto"] = Field("auto", description="KV element type; auto is the model's.")
+    dtype: Literal["auto", "fp8_e4m3", "int8", "int4"] = Field(
+        "auto",
+        description="KV element type; auto is the model's. fp8_e4m3 and int8 hold twice the tokens of 16 bits, int4 three "
+        "and a half times, at some loss: each key and value has an fp16 scale of its own.",
+    )
     layout: Literal["paged", "contiguous", "none"] = Field(
         "paged",
         description="paged: blocks as they are needed. contiguous: room for the longest request, reserved at once. "
@@ -66,6 +70,12 @@ class CacheSettings(_Section):
         0.9, gt=0, le=1, description="Share of GPU memory for weights, activations and KV cache together."
     )
     cpu_bytes: int = Field(2**30, ge=2**20, le=2**50, description="KV cache size on the CPU, in bytes.")
+    swap_bytes: int = Field(
+        2**30,
+        ge=1,
+        le=2**50,
+        description="Host memory for swapped requests with scheduler.preemption = 'swap', in bytes.",
+    )
 
 
 class SchedulerSettings(_Section):
@@ -85,7 +95,11 @@ class SchedulerSettings(_Section):
         description="fcfs: decodes first, prompts with what is left. prefill_first: prompts whole, decodes stall meanwhile. "
         "priority: as fcfs, the lowest priority number before the others.",
     )
-    preemption: Literal["recompute"] = "recompute"
+    preemption: Literal["recompute", "swap"] = Field(
+        "recompute",
+        description="Of a request that has to give up its blocks. recompute: they are computed again later. swap: they are "
+        "copied to host memory, as much as cache.swap_bytes holds, and back.",
+    )
     async_scheduling: bool | None = Field(
         None, description="Schedule a step while the one before runs, so that the GPU never waits. CUDA yes, CPU no."
     )

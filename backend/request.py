@@ -8,7 +8,7 @@ from typing import Literal
 from backend.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-RequestStatus = Literal["waiting", "running", "preempted", "finished"]
+RequestStatus = Literal["waiting", "running", "preempted", "swapped", "finished"]
 
 NEVER = 2**62  # tokens that no request has
 
@@ -26,6 +26,8 @@ class Request:
     eos_token_ids: frozenset[int]
     arrival_time: float
     priority: int = 0  # lower runs first, under `scheduler.policy = "priority"`
+    parent_id: str | None = None  # whose sample it is; None for the only one of its prompt
+    sample_index: int = 0  # which one
     status: RequestStatus = "waiting"
     finish_reason: FinishReason | None = None
     token_ids: list[int] = field(init=False)  # prompt and output
@@ -44,6 +46,8 @@ class Request:
     num_recompute_tokens: int = 0  # tokens that had been computed before the last preemption
     last_scheduled_step: int = -1
     scheduled_time: float | None = None
+    # The unfinished samples of its prompt, itself included, where they share blocks; one list for all. Else None.
+    samples: list[Request] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         params = self.sampling_params
@@ -61,3 +65,35 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def append(self, sampled: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Take sampled tokens up to the first that ends the request.
+
+        Returns those of them that belong to its output, and why it ends.
+        """
+        token_ids = self.token_ids
+        for index, token_id in enumerate(sampled):
+            if token_id in self.ending_token_ids and len(token_ids) >= self.min_num_tokens:
+                return sampled[:index], "stop"
+            token_ids.append(token_id)
+            if len(token_ids) >= self.max_num_tokens:
+                return sampled[: index + 1], "length"
+        return sampled, None
+
+    @property
+    def num_forked_tokens(self) -> int:
+        """Tokens whose KV it can have of another sample. The last one has to run for the next one to be sampled."""
+        return min(self.num_prompt_tokens, len(self.token_ids) - 1)
+
+    @property
+    def awaits_sample(self) -> bool:
+        """Of a waiting request: another sample is computing the prompt, and it can fork from that one then."""
+        if self.samples is None or self.status == "swapped":
+            return False
+        computed = [other.num_computed_tokens for other in self.samples if other.status == "running"]
+        return bool(computed) and max(computed) < self.num_forked_tokens
+
+
+def sample_ids(request_id: str, n: int) -> list[str]:
+    """The ids of the requests that a prompt's `n` samples are: its own for a single one, else `id/0`, `id/1` and so on."""
+    return [request_id] if n == 1 else [f"{request_id}/{index}" for index in range(n)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from hashlib import blake2b
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -9,6 +11,8 @@ from pydantic import Field, model_validator
 from backend.settings import Settings
 
 TokenId = Annotated[int, Field(ge=0)]
+
+MAX_SAMPLES = 64  # of one prompt
 
 
 class SamplingSettings(Settings):
@@ -40,9 +44,24 @@ class SamplingParams(SamplingSettings):
 
     seed: int = Field(0, ge=0, lt=2**63)
     max_tokens: int = Field(128, ge=1)
+    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="Samples of the prompt, each with a seed of its own.")
 
     @model_validator(mode="after")
     def _min_within_max(self) -> SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
         return self
+
+    def sample(self, index: int) -> SamplingParams:
+        """The parameters of one of the `n` samples, as a request of its own would have them."""
+        return self.model_copy(update={"n": 1, "seed": sample_seed(self.seed, index)})
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of a prompt's sample: for the first the prompt's own, so that it is the answer to the plain request.
+
+    For the others the upper 63 bits of blake2b-64 over both numbers, each as 8 bytes in little-endian order, read likewise.
+    """
+    if index == 0:
+        return seed
+    return int.from_bytes(blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest(), "little") >> 1

@@ -89,6 +89,7 @@ class RequestRow(Base):
     prompt: Mapped[str | None] = mapped_column(ForeignText)
     text: Mapped[str | None] = mapped_column(ForeignText)
     token_ids: Mapped[list[int] | None] = mapped_column(Json)
+    parent_id: Mapped[str | None] = mapped_column(ForeignText)  # the prompt whose sample it is
 
 
 class StepRow(Base):
@@ -115,6 +116,10 @@ class StepRow(Base):
     num_referenced_blocks: Mapped[int]
     num_evictable_blocks: Mapped[int]
     num_free_blocks: Mapped[int]
+    num_swapped: Mapped[int] = mapped_column(server_default="0")
+    num_swapped_out_blocks: Mapped[int] = mapped_column(server_default="0")
+    num_swapped_in_blocks: Mapped[int] = mapped_column(server_default="0")
+    swapped_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
 
 class SampleRow(Base):

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 INTERRUPTED_ERROR = "the process that ran it ended"
 
 _NOT_FINAL = RunRow.status.not_in(FINAL_STATUSES)
+_LONG_COLUMNS = ("row_id", "emission_times", "emission_tokens", "prompt", "text", "token_ids")
+_TOKEN_COLUMNS = (
+    *("row_id", "request_id", "index", "warmup", "prompt", "token_ids"),
+    *("num_prompt_tokens", "num_cached_tokens"),
+)
 _OWNER_COLUMNS = [getattr(RunRow, f"owner_{field.name}") for field in fields(Owner)]
 
 
@@ -189,6 +194,42 @@ class RunRepository:
     def requests(self, run_id: int) -> list[Row]:
         """The run's requests as dicts by column name: warm-up first, then in workload order."""
         return self._rows(_select_records(RequestRow, run_id).order_by(RequestRow.warmup.desc(), RequestRow.index))
+
+    def request_times(self, run_id: int) -> list[Row]:
+        """As `requests`, without what grows with a request's tokens: prompt, text, ids and emissions."""
+        columns = [column for column in RequestRow.__table__.columns if column.name not in _LONG_COLUMNS]
+        query = select(*columns).where(RequestRow.run_id == run_id)
+        return self._rows(query.order_by(RequestRow.warmup.desc(), RequestRow.index))
+
+    def request_tokens(self, run_id: int, after: int = 0) -> list[Row]:
+        """The run's requests with what tells their tokens, as dicts by column name, in the order in which they were stored.
+
+        Args:
+            after: leave out those up to this `row_id`.
+        """
+        columns = [column for column in RequestRow.__table__.columns if column.name in _TOKEN_COLUMNS]
+        query = select(*columns).where(RequestRow.run_id == run_id, RequestRow.row_id > after)
+        return self._rows(query.order_by(RequestRow.row_id))
+
+    def emission_times(self, run_id: int, request_id: str) -> list[float]:
+        """When a request's output was delivered, in seconds since the run's start; empty as long as it has not ended."""
+        query = select(RequestRow.emission_times).where(
+            RequestRow.run_id == run_id, RequestRow.request_id == request_id
+        )
+        with self._database.read() as session:
+            return session.scalars(query).first() or []
+
+    def step_times(self, run_id: int, from_step: int = 0) -> list[tuple[int, float, float]]:
+        """(step, start, end) of the steps that were timed, in seconds since the run's start, in order."""
+        query = (
+            select(StepRow.step, StepRow.end_time - StepRow.duration_ms / 1e3, StepRow.end_time)
+            .where(StepRow.run_id == run_id, StepRow.step >= from_step)
+            .where(StepRow.end_time.is_not(None), StepRow.duration_ms.is_not(None))
+            .order_by(StepRow.step)
+        )
+        with self._database.read() as session:
+            rows: Sequence[Any] = session.execute(query).all()
+            return [(step, start, end) for step, start, end in rows]
 
     def steps(self, run_id: int, max_points: int | None = None) -> list[Row]:
         """The run's steps as dicts by column name, in order; see `select_steps` for `max_points` and added columns."""

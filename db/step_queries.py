@@ -9,9 +9,18 @@ from sqlalchemy.orm import Session
 
 from db.models import StepRow
 
-# How the steps of one bucket become one point. Tokens and preemptions add up, queue lengths show their peak, durations and
-# blocks are means: the three kinds of blocks then still add up to the pool.
-_SUMS = (StepRow.num_prefill_tokens, StepRow.num_decode_tokens, StepRow.num_output_tokens, StepRow.num_preempted)
+# How the steps of one bucket become one point. Tokens, preemptions and what is swapped add up, queue lengths show their
+# peak, durations and blocks are means: the three kinds of blocks then still add up to the pool.
+_SUMS = (
+    StepRow.num_prefill_tokens,
+    StepRow.num_decode_tokens,
+    StepRow.num_output_tokens,
+    StepRow.num_preempted,
+    StepRow.num_swapped,
+    StepRow.num_swapped_out_blocks,
+    StepRow.num_swapped_in_blocks,
+    StepRow.swapped_bytes,
+)
 _PEAKS = (StepRow.end_time, StepRow.num_scheduled_requests, StepRow.num_running, StepRow.num_waiting)
 _MEANS = (
     StepRow.duration_ms,

@@ -1,4 +1,9 @@
-"""Streams of tokens and stop strings: the joined deltas are the text, however the tokens come."""
+"""Streams of tokens and stop strings: the joined deltas are the text, however the tokens come.
+
+Token by token, decoding tears characters apart, drops the spaces before words, and sends a character twice where it has to
+be taken back (antonellof/ferrox#124, huggingface/transformers#28776, sgl-project/sglang#31598); a stop string over several
+tokens leaks its beginning, or its near miss is lost (vllm-project/vllm#3574, ggml-org/llama.cpp#9867).
+"""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ CASES: list[tuple[type[Settings], str, Any, str]] = [
         "scheduler.policy = 'lifo' is not supported; allowed: 'fcfs', 'prefill_",
     ),
     # What comes later is refused by name until it exists.
-    (EngineConfig, "cache.dtype", "int8", "cache.dtype = 'int8' is not supported; allowed: 'auto'"),
+    (EngineConfig, "cache.dtype", "int2", "cache.dtype = 'int2' is not supported; allowed: 'auto'"),
     (EngineConfig, "cache.enable_prefix_caching", "yes", "cache.enable_prefix_caching = 'yes'"),
-    (EngineConfig, "scheduler.preemption", "swap", "scheduler.preemption = 'swap' is not supported"),
+    (EngineConfig, "scheduler.preemption", "drop", "scheduler.preemption = 'drop' is not supported"),
     (
         EngineConfig,
         "quantization.method",

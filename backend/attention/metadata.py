@@ -8,6 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from backend.core.kv_format import PLAIN, KVFormat
+from kernels.reference.kv_quantization import DTYPES
+
 
 @dataclass(frozen=True)
 class AttentionMetadata:
@@ -32,8 +35,13 @@ class AttentionMetadata:
 class LayerCache:
     """A layer's part of the paged KV cache. Block 0 is the null block."""
 
-    key_cache: Tensor  # [num_blocks + 1, block_size, num_kv_heads, head_dim]
+    key_cache: (
+        Tensor  # [num_blocks + 1, block_size, num_kv_heads, head_dim, or half of that where two values share a byte]
+    )
     value_cache: Tensor  # same
+    spec: KVFormat = PLAIN
+    key_scales: Tensor | None = None  # float16 [num_blocks + 1, block_size, num_kv_heads, num_scales]; None: plain
+    value_scales: Tensor | None = None  # same
 
     @classmethod
     def zeros(
@@ -44,10 +52,31 @@ class LayerCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        spec: KVFormat = PLAIN,
     ) -> LayerCache:
         """Room for `num_blocks` blocks and the null block.
 
         Zeros, not garbage: a masked position contributes 0 x value, and 0 x NaN is NaN.
+
+        Args:
+            dtype: the model's.
         """
-        shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
-        return cls(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+        vectors = (num_blocks + 1, block_size, num_kv_heads)
+        data_dtype = DTYPES.get(spec.name, dtype)
+        width = head_dim // 2 if data_dtype == torch.uint8 else head_dim
+        key_cache, value_cache = (torch.zeros(*vectors, width, dtype=data_dtype, device=device) for _ in range(2))
+        if not spec.num_scales:
+            return cls(key_cache, value_cache)
+        key_scales, value_scales = (
+            torch.zeros(*vectors, spec.num_scales, dtype=torch.float16, device=device) for _ in range(2)
+        )
+        return cls(key_cache, value_cache, spec, key_scales, value_scales)
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that a block holds, its id the first index of each: what copying blocks copies.
+
+        8-bit floats come as bytes, which every operation knows.
+        """
+        kept = (self.key_cache, self.value_cache, self.key_scales, self.value_scales)
+        tensors = [tensor for tensor in kept if tensor is not None]
+        return [tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for tensor in tensors]

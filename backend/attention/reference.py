@@ -5,13 +5,27 @@ from __future__ import annotations
 from torch import Tensor
 
 from backend.attention.metadata import AttentionMetadata, LayerCache
+from kernels.reference.kv_quantization import rotate
 from kernels.reference.paged_attention import paged_attention
 from kernels.reference.store_kv_cache import store_kv_cache
 
 
 class ReferenceAttention:
-    def write(self, key: Tensor, value: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata) -> None:
-        store_kv_cache(key, value, layer_cache.key_cache, layer_cache.value_cache, metadata.slot_mapping)
+    def write(
+        self, query: Tensor, key: Tensor, value: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        if layer_cache.spec.rotates_keys:
+            query, key = rotate(query), rotate(key)
+        store_kv_cache(
+            key,
+            value,
+            layer_cache.key_cache,
+            layer_cache.value_cache,
+            metadata.slot_mapping,
+            layer_cache.key_scales,
+            layer_cache.value_scales,
+        )
+        return query
 
     def forward(self, query: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata, scale: float) -> Tensor:
         return paged_attention(
@@ -22,4 +36,6 @@ class ReferenceAttention:
             metadata.query_start_loc,
             metadata.seq_lens,
             scale,
+            key_scales=layer_cache.key_scales,
+            value_scales=layer_cache.value_scales,
         )

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from backend.attention.metadata import AttentionMetadata, LayerCache
-from kernels.ops.paged_attention import TileSizes, paged_attention, tile_sizes
+from kernels.ops.attention_tiles import TileSizes, tile_sizes
+from kernels.ops.paged_attention import paged_attention
 from kernels.ops.paged_decode_attention import paged_decode_attention
 from kernels.ops.store_kv_cache import store_kv_cache
+from kernels.reference.kv_quantization import rotate
 
 
 class TritonAttention:
@@ -19,11 +21,25 @@ class TritonAttention:
     def __init__(self, batch_invariant: bool = False) -> None:
         self._batch_invariant = batch_invariant
 
-    def write(self, key: Tensor, value: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata) -> None:
-        store_kv_cache(key, value, layer_cache.key_cache, layer_cache.value_cache, metadata.slot_mapping)
+    def write(
+        self, query: Tensor, key: Tensor, value: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        if layer_cache.spec.rotates_keys:
+            query, key = rotate(query), rotate(key)
+        store_kv_cache(
+            key,
+            value,
+            layer_cache.key_cache,
+            layer_cache.value_cache,
+            metadata.slot_mapping,
+            layer_cache.key_scales,
+            layer_cache.value_scales,
+        )
+        return query
 
     def forward(self, query: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata, scale: float) -> Tensor:
         key_cache, value_cache = layer_cache.key_cache, layer_cache.value_cache
+        key_scales, value_scales = layer_cache.key_scales, layer_cache.value_scales
         if self._batch_invariant:
             return paged_attention(
                 query,
@@ -33,6 +49,8 @@ class TritonAttention:
                 metadata.query_start_loc,
                 metadata.seq_lens,
                 scale,
+                key_scales=key_scales,
+                value_scales=value_scales,
                 tiles=_one_tile(query, key_cache),
             )
         num_decodes = metadata.num_decodes
@@ -45,6 +63,8 @@ class TritonAttention:
                 metadata.block_table[:num_decodes],
                 metadata.seq_lens[:num_decodes],
                 scale,
+                key_scales=key_scales,
+                value_scales=value_scales,
                 output=output[:num_decodes],
             )
         if num_decodes < query.shape[0]:
@@ -56,6 +76,8 @@ class TritonAttention:
                 metadata.chunk_start_loc,
                 metadata.seq_lens[num_decodes:],
                 scale,
+                key_scales=key_scales,
+                value_scales=value_scales,
                 output=output[num_decodes:],
                 tiles=_chunk_tiles(query, key_cache, metadata),
             )

@@ -1,5 +1,7 @@
 """Admission: which waiting request may join the running ones, and whether the pool has room for it.
 
+A request that can fork from another sample of its prompt once that one has computed it lets others go first meanwhile.
+
 `ContinuousBatching` fills a slot as soon as it is free (iteration-level scheduling, Yu et al. 2022, Orca). `StaticBatching`
 is what servers did before: a batch runs until its longest member has ended, and nobody joins it meanwhile.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from backend.core.kv_blocks import ComputedBlocks
 from backend.core.kv_cache_manager import KVCacheManager
 from backend.request import Request
 
@@ -27,7 +30,7 @@ class Batching(Protocol):
 
 class ContinuousBatching:
     def next_request(self, waiting: Iterable[Request], manager: KVCacheManager, max_num_seqs: int) -> Request | None:
-        return next(iter(waiting))
+        return next((request for request in waiting if not request.awaits_sample), None)
 
 
 class StaticBatching:
@@ -41,11 +44,11 @@ class StaticBatching:
 
     def next_request(self, waiting: Iterable[Request], manager: KVCacheManager, max_num_seqs: int) -> Request | None:
         # Backwards: as long as members are left to be admitted, they are the last ones.
-        if not any(member.status in ("waiting", "preempted") for member in reversed(self._members)):
+        if not any(member.status in ("waiting", "preempted", "swapped") for member in reversed(self._members)):
             if any(member.status == "running" for member in self._members):
                 return None
             self._members = _first_that_fit(waiting, manager, max_num_seqs)
-        return next(request for request in waiting if request in self._members)
+        return next((request for request in waiting if request in self._members and not request.awaits_sample), None)
 
 
 def _first_that_fit(waiting: Iterable[Request], manager: KVCacheManager, max_num_seqs: int) -> dict[Request, None]:
@@ -59,12 +62,10 @@ def _first_that_fit(waiting: Iterable[Request], manager: KVCacheManager, max_num
     return members
 
 
-def fits(manager: KVCacheManager, request: Request, computed_blocks: list[list[int]], owed: int) -> bool:
+def fits(manager: KVCacheManager, request: Request, computed: ComputedBlocks, owed: int) -> bool:
     """Whether the pool holds a waiting request beside the `owed` blocks; what it shares with others is there."""
-    pool = manager.pool
-    num_shared = sum(pool.ref_cnt(block_id) > 0 for blocks in computed_blocks for block_id in blocks)
-    room = pool.num_free_blocks + pool.num_evictable_blocks
-    return owed + manager.blocks_needed(request.num_tokens) - num_shared <= room
+    room = manager.pool.num_free_blocks + manager.pool.num_evictable_blocks
+    return owed + manager.blocks_needed(request.num_tokens) - manager.num_kept_blocks(computed) <= room
 
 
 def missing_blocks(manager: KVCacheManager, request: Request) -> int:

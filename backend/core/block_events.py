@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 # allocate: a request takes blocks that hold nothing it knows, behind those it has
-# share:    a request begins with blocks that the prefix cache has found
+# share:    a request begins with blocks that the prefix cache has found, or with those of another sample of its prompt
+# copy:     of [source, destination]: a request was about to write into a block that others hold as well, or can find; it
+#           has a copy now, in its place
+# swap_out: as preempt, but what it has computed is kept in host memory; the blocks that were copied there for it
+# swap_in:  as allocate, but with KV that comes out of host memory
 # free:     a request gives up all its blocks; those that nobody else holds become evictable if cached, else free
 # preempt:  as free, of a request that has to be computed again
 # evict:    blocks without a holder are not found any more, because they are about to be allocated
 # cache:    blocks can be found from now on
 # uncache:  blocks can be found no more; with no ids: no block can
-BlockEventKind = Literal["allocate", "share", "free", "preempt", "evict", "cache", "uncache"]
+BlockEventKind = Literal[
+    "allocate", "share", "free", "preempt", "evict", "cache", "uncache", "copy", "swap_out", "swap_in"
+]
 
 
 class BlockEvent(NamedTuple):
@@ -19,6 +25,10 @@ class BlockEvent(NamedTuple):
     request_id: str | None
     group: int  # of the KV groups; 0 where it means nothing
     block_ids: list[int]
+    # With a `share` from another sample and with `swap_in`, the tokens in those blocks, of which the last may be partly
+    # filled; with `swap_out` all that the request has computed. Else 0: blocks of the prefix cache are full, and new ones
+    # hold nothing.
+    num_tokens: int = 0
 
 
 class PoolState(NamedTuple):

@@ -53,6 +53,10 @@ class BlockPool:
     def cached_blocks(self) -> list[int]:
         return list(self._hash_of)
 
+    def is_read_only(self, block_id: int) -> bool:
+        """Whether a holder of the block may not write to it: others hold it as well, or can find it."""
+        return self._ref_cnt[block_id] > 1 or block_id in self._hash_of
+
     def ref_cnt(self, block_id: int) -> int:
         return self._ref_cnt[block_id]
 
@@ -90,7 +94,7 @@ class BlockPool:
         return self._block_of.get(block_hash)
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Take one more reference to each of some cached blocks."""
+        """Take one more reference to each of some blocks that are cached or held."""
         for block_id in block_ids:
             if self._ref_cnt[block_id] == 0:
                 del self._evictable[block_id]

@@ -8,10 +8,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from backend.config import EngineConfig
 from backend.core.block_pool import BlockPool, Taken
-from backend.core.kv_cache_manager import KVAllocation, KVCacheManager, KVGroupSpec
+from backend.core.kv_blocks import KVAllocation
+from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
 from backend.request import Request
 
 
@@ -38,6 +40,8 @@ class ContiguousKVCacheManager(KVCacheManager):
     All reservations are equal, so the pool holds one more exactly when enough blocks are free.
     """
 
+    shares_blocks = False
+
     def __init__(self, num_blocks: int, block_size: int, groups: list[KVGroupSpec], max_model_len: int) -> None:
         super().__init__(num_blocks, block_size, groups)
         self._max_model_len = max_model_len
@@ -47,7 +51,11 @@ class ContiguousKVCacheManager(KVCacheManager):
         return super().blocks_needed(self._max_model_len)
 
     def allocate_slots(
-        self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_lookahead_tokens: int = 0,
+        kind: Literal["allocate", "swap_in"] = "allocate",
     ) -> KVAllocation | None:
         return super().allocate_slots(request, self._max_model_len - request.num_computed_tokens)
 
@@ -59,6 +67,9 @@ def resolve_layout(resolved: EngineConfig) -> tuple[EngineConfig, tuple[str, ...
     if layout != "paged" and resolved.cache.enable_prefix_caching:
         overrides["cache.enable_prefix_caching"] = False
         notices.append(f"cache.enable_prefix_caching is off: nothing is shared with cache.layout = {layout!r}.")
+    if layout != "paged" and resolved.scheduler.preemption == "swap":
+        overrides["scheduler.preemption"] = "recompute"
+        notices.append(f"scheduler.preemption is 'recompute': nobody is preempted with cache.layout = {layout!r}.")
     if layout == "none":
         budget, length = resolved.scheduler.max_num_batched_tokens, resolved.model.max_model_len
         assert budget is not None

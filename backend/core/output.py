@@ -6,6 +6,7 @@ a frozen one takes several times as long.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -43,6 +44,12 @@ class SchedulerOutput:
     kinds: dict[str, StepKind]  # request_id -> what those tokens are, in batch order
     finished_request_ids: list[str]  # since the last step: the worker forgets them
     preempted_request_ids: list[str]  # in this step: likewise
+    # (source, destination): copied before the step writes anything, every source as it stood before
+    block_copies: Sequence[tuple[int, int]] = ()
+    # Between the pool and host memory, before those: first out, then in. Sources were written by earlier steps.
+    swapped_out: Sequence[tuple[int, int]] = ()  # (block, host block)
+    swapped_in: Sequence[tuple[int, int]] = ()  # (host block, block)
+    num_swapped: int = 0  # of the preempted requests, those that wait in host memory
 
     @property
     def total_num_scheduled_tokens(self) -> int:

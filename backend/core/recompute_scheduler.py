@@ -21,6 +21,8 @@ class RecomputeScheduler(Scheduler):
     preempted, for nobody has anything to lose.
     """
 
+    keeps_blocks = False
+
     def schedule(self) -> SchedulerOutput:
         for request in self.running:
             if request.num_computed_tokens:

@@ -7,7 +7,8 @@ first catch up with the second under a token budget (the idea of vLLM's v1 sched
 - With a budget below the number of requests that need a single token, one token is kept for prompts.
 - A request is admitted only when the pool can hold all its tokens so far beside what the running ones still need for
   theirs. It begins with the blocks that the prefix cache has of it.
-- When the pool is exhausted, the policy's victim gives up its blocks and waits again; its tokens are kept and recomputed.
+- When the pool is exhausted, the policy's victim gives up its blocks and waits again; its tokens are kept and recomputed,
+  or its KV waits in host memory, see `swapping`. Nobody is admitted in a step that preempts.
 
 Steps may be scheduled before the results of earlier ones are known (asynchronous scheduling). `num_computed_tokens` moves
 on when a step is scheduled, and a token that the step will sample counts as a placeholder until `update_from_output`:
@@ -16,6 +17,8 @@ on when a step is scheduled, and a token that the step will sample counts as a p
 - One that ends for another reason while later steps hold it is over at once; what those steps sample for it is dropped.
   Its blocks are free at once too, for the worker carries out steps in their order.
 - One that is preempted with placeholders keeps its place, and is not admitted before their ids are known.
+
+The samples of a prompt are requests that share its blocks, see `prompt_samples`.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from backend.core.admission import Batching, ContinuousBatching, fits, missing_b
 from backend.core.kv_cache_manager import KVCacheManager
 from backend.core.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
 from backend.core.policies import FirstComeFirstServed
+from backend.core.prompt_samples import PromptHeirs
 from backend.core.step_plan import StepPlan, num_needed
 from backend.request import FinishReason, Request
 
@@ -40,6 +44,8 @@ class Scheduler:
     batching: `ContinuousBatching` unless another is given.
     """
 
+    keeps_blocks = True  # of a request from step to step
+
     def __init__(
         self,
         kv_cache_manager: KVCacheManager,
@@ -51,6 +57,7 @@ class Scheduler:
         batching: Batching | None = None,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
+        self._shares_blocks = kv_cache_manager.shares_blocks and self.keeps_blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -61,6 +68,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self._step = 0
         self._finished_request_ids: list[str] = []
+        self._heirs = PromptHeirs(kv_cache_manager)
         # Per step without a result: the requests it samples. Not by id, which another request may have by then.
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
 
@@ -69,6 +77,13 @@ class Scheduler:
         request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
         self.requests[request.request_id] = request
         self._policy.enqueue(self.waiting, request)
+
+    def add_samples(self, requests: list[Request]) -> None:
+        """Queue the samples of one prompt, as `add_request`."""
+        samples = list(requests) if len(requests) > 1 and self._shares_blocks else None
+        for request in requests:
+            request.samples = samples
+            self.add_request(request)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request wherever it stands; None for one that is unknown or already over."""
@@ -113,8 +128,10 @@ class Scheduler:
             request_id = request.request_id
             request.num_placeholder_tokens -= 1
             if request_id in sampled:
-                new_token_ids = self._append(request, sampled[request_id])
-                outputs.append(RequestOutput(request_id, new_token_ids, request.finish_reason))
+                new_token_ids, reason = request.append(sampled[request_id])
+                if reason is not None:
+                    self._finish(request, reason)
+                outputs.append(RequestOutput(request_id, new_token_ids, reason))
             else:
                 self._finish(request, "error")
                 outputs.append(RequestOutput(request_id, [], "error", output.errors[request_id]))
@@ -156,27 +173,30 @@ class Scheduler:
         owed: int | None = None
         while plan.budget > 0 and (request := self._next_request()) is not None:
             owed = self._owed_blocks() if owed is None else owed
-            computed_blocks, num_cached = manager.get_computed_blocks(request)
-            if not fits(manager, request, computed_blocks, owed):
+            computed = manager.get_computed_blocks(request)
+            if not fits(manager, request, computed, owed):
+                if self._heirs.give_up(request if self.running else None):
+                    continue
                 return
             others_wait = len(self.waiting) > 1 or plan.num_prompts > 0
-            num_tokens = self._share(plan, request.num_tokens - num_cached, others_wait)
+            num_tokens = self._share(plan, request.num_tokens - computed.num_tokens, others_wait)
             if num_tokens == 0:
                 return
-            manager.take_computed_blocks(request, computed_blocks)
-            if request.num_preemptions == 0 and manager.caches_prefixes:
-                request.num_cached_tokens = num_cached
+            plan.swapped_in = [*plan.swapped_in, *manager.take_computed_blocks(request, computed)]
+            if request.num_preemptions == 0 and request.sample_index == 0 and manager.caches_prefixes:
+                request.num_cached_tokens = computed.num_tokens
             allocation = manager.allocate_slots(request, num_tokens)
             if allocation is None:
                 raise RuntimeError("the pool refused blocks that it had counted as free")
             owed += missing_blocks(manager, request)
             self.waiting.remove(request)
+            self._heirs.admit(request)
             request.status = "running"
             self.running.append(request)
             plan.num_prompts += num_needed(request) > 1
             plan.admitted.append(request)
-            held = [shared + new for shared, new in zip(computed_blocks, allocation.block_ids, strict=True)]
-            plan.add(request, num_tokens, held)
+            plan.add_copies(allocation.copies)
+            plan.add(request, num_tokens, manager.block_ids_of(request))
 
     def spend_rest(self, plan: StepPlan) -> None:
         if not plan.num_prompts or plan.preempted:
@@ -203,11 +223,12 @@ class Scheduler:
     def _schedule(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
         """Give a running request its blocks, preempting until it has them or is out itself."""
         while (allocation := self.kv_cache_manager.allocate_slots(request, num_tokens)) is None:
+            if self._heirs.give_up():
+                continue
             victim = self._policy.victim(self.running)
             plan.remove(victim)
             plan.num_prompts -= num_needed(victim) > 1
-            plan.preempted.append(victim.request_id)
-            self._preempt(victim)
+            self._preempt(plan, victim)
             if victim is request:
                 return
         plan.add(request, num_tokens, allocation.block_ids)
@@ -223,8 +244,8 @@ class Scheduler:
         request = self._next_request()
         if request is None:
             return False
-        computed_blocks, _ = self.kv_cache_manager.get_computed_blocks(request)
-        return fits(self.kv_cache_manager, request, computed_blocks, self._owed_blocks())
+        computed = self.kv_cache_manager.get_computed_blocks(request)
+        return fits(self.kv_cache_manager, request, computed, self._owed_blocks())
 
     def _owed_blocks(self) -> int:
         """Blocks that running requests still need."""
@@ -234,33 +255,29 @@ class Scheduler:
         """Tokens that a prompt may run now."""
         return self._policy.share(plan, needed, others_wait)
 
-    def _preempt(self, request: Request) -> None:
-        self.kv_cache_manager.free(request)
+    def _preempt(self, plan: StepPlan, request: Request) -> None:
+        plan.preempted.append(request.request_id)
         self.running.remove(request)
-        request.status = "preempted"
-        request.num_recompute_tokens = max(request.num_recompute_tokens, request.num_computed_tokens)
+        swapped_out = self.kv_cache_manager.swap_out(request)
+        if swapped_out is not None:
+            request.status = "swapped"
+            plan.swapped_out = [*plan.swapped_out, *swapped_out]
+            plan.num_swapped += 1
+        else:
+            self.kv_cache_manager.free(request)
+            request.status = "preempted"
+            request.num_recompute_tokens = max(request.num_recompute_tokens, request.num_computed_tokens)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._policy.put_back(self.waiting, request)
-
-    def _append(self, request: Request, sampled: list[int]) -> list[int]:
-        """Take sampled tokens up to the first that ends the request; those of them that belong to its output."""
-        token_ids = request.token_ids
-        for index, token_id in enumerate(sampled):
-            if token_id in request.ending_token_ids and len(token_ids) >= request.min_num_tokens:
-                self._finish(request, "stop")
-                return sampled[:index]
-            token_ids.append(token_id)
-            if len(token_ids) >= request.max_num_tokens:
-                self._finish(request, "length")
-                return sampled[: index + 1]
-        return sampled
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if reason == "error":
             self.kv_cache_manager.uncache_blocks(request)
         elif request.next_cache_at <= request.num_computed_tokens:
             self.kv_cache_manager.cache_blocks(request)
+        if request.samples is not None:
+            self._heirs.end(request, self.waiting, reason)
         self.kv_cache_manager.free(request)
         if request.status == "running":
             self.running.remove(request)

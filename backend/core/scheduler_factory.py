@@ -10,6 +10,7 @@ from backend.core.kv_layouts import ContiguousKVCacheManager
 from backend.core.policies import FirstComeFirstServed, PrefillFirst, Priority
 from backend.core.recompute_scheduler import RecomputeScheduler
 from backend.core.scheduler import Scheduler
+from backend.core.swapping import SwappingKVCacheManager, num_host_blocks
 from backend.errors import EngineError
 
 _POLICIES = {"fcfs": FirstComeFirstServed, "prefill_first": PrefillFirst, "priority": Priority}
@@ -38,7 +39,11 @@ def make_scheduler(
         manager = ContiguousKVCacheManager(cache.num_blocks, cache.block_size, kv_groups, length)
     else:
         key = prefix_key if cache.layout == "paged" else None
-        manager = KVCacheManager(cache.num_blocks, cache.block_size, kv_groups, key)
+        num_host = num_host_blocks(config, kv_groups)
+        if num_host:
+            manager = SwappingKVCacheManager(cache.num_blocks, cache.block_size, kv_groups, key, num_host)
+        else:
+            manager = KVCacheManager(cache.num_blocks, cache.block_size, kv_groups, key)
     scheduler_class = RecomputeScheduler if cache.layout == "none" else Scheduler
     return scheduler_class(
         manager,

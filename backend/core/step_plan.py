@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from backend.core.output import NewRequestData, SchedulerOutput, StepKind
@@ -19,6 +20,10 @@ class StepPlan:
     new_block_ids: dict[Request, list[list[int]]] = field(default_factory=dict)  # one list per KV group
     admitted: list[Request] = field(default_factory=list)  # the worker is told all about them
     preempted: list[str] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)  # destination block -> source
+    swapped_out: Sequence[tuple[int, int]] = ()  # as in `SchedulerOutput`, as the two below
+    swapped_in: Sequence[tuple[int, int]] = ()
+    num_swapped: int = 0
 
     def __post_init__(self) -> None:
         self.budget = self.max_num_batched_tokens
@@ -32,6 +37,11 @@ class StepPlan:
             self.new_block_ids[request] = block_ids
         self.num_tokens[request] = self.num_tokens.get(request, 0) + num_tokens
         self.budget -= num_tokens
+
+    def add_copies(self, copies: list[tuple[int, int]]) -> None:
+        """All are carried out at once: what was copied from a copy is copied from where that came from."""
+        for source, destination in copies:
+            self.copies[destination] = self.copies.get(source, source)
 
     def remove(self, request: Request) -> None:
         self.budget += self.num_tokens.pop(request, 0)
@@ -56,6 +66,10 @@ class StepPlan:
             kinds={request.request_id: _kind(request) for request in rows},
             finished_request_ids=finished_request_ids,
             preempted_request_ids=self.preempted,
+            block_copies=[(source, destination) for destination, source in self.copies.items()] if self.copies else (),
+            swapped_out=self.swapped_out,
+            swapped_in=self.swapped_in,
+            num_swapped=self.num_swapped,
         )
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from backend.config import EngineConfig
 from backend.errors import EngineError, RequestError, ServeLabError
 from backend.metrics.stats import MemoryUse, Phase, StatsSink
+from backend.request import sample_ids
 from backend.sampling_params import SamplingParams
 from backend.workload.targets import StreamEvent
 
@@ -81,6 +82,8 @@ class EngineHost:
     ) -> None:
         """Queue a request; `on_event` is called on the host's thread and must return at once.
 
+        With `sampling.n` above 1 it gets the events of that many requests, under the ids of `backend.request.sample_ids`.
+
         Raises `RequestError` for one that could never be served, `EngineError` when no model is loaded.
         """
         arrival = time.perf_counter() if arrival_time is None else arrival_time
@@ -88,7 +91,7 @@ class EngineHost:
         self._put(lambda: self._add(request_id, token_ids, sampling, on_event, arrival))
 
     def abort(self, request_id: str) -> None:
-        """Ask for a request's end; one that is unknown or over is ignored."""
+        """Ask for the end of a request, of one sample, or of all samples of a prompt; one that is over is ignored."""
         with suppress(EngineError):
             self._put(lambda: self._abort(request_id))
 
@@ -266,16 +269,16 @@ class EngineHost:
         try:
             engine = self._require().engine
             engine.check_request(token_ids, sampling)  # again: another model may have been loaded since `submit`
-            engine.add_request(request_id, token_ids, sampling, arrival)
+            ids = engine.add_request(request_id, token_ids, sampling, arrival)
         except (EngineError, RequestError) as error:
-            event = StreamEvent(request_id, time.perf_counter(), (), "", finish_reason="error", error=str(error))
-            _tell(on_event, event)
+            for sample_id in sample_ids(request_id, sampling.n):
+                event = StreamEvent(sample_id, time.perf_counter(), (), "", finish_reason="error", error=str(error))
+                _tell(on_event, event)
             return
-        self._listeners[request_id] = on_event
+        self._listeners |= dict.fromkeys(ids, on_event)
 
     def _abort(self, request_id: str) -> None:
-        event = self._loaded.engine.abort_request(request_id) if self._loaded else None
-        if event is not None:
+        for event in self._loaded.engine.abort_request(request_id) if self._loaded else ():
             self._deliver(event)
 
 

@@ -22,7 +22,7 @@ from backend.engine.output_processor import OutputProcessor
 from backend.errors import EngineError, RequestError
 from backend.metrics.ledger import KEY_FRAME_STEPS, LEDGER_KIND, LedgerChunk, StepLedger
 from backend.metrics.stats import StatsSink, StepStats
-from backend.request import Request
+from backend.request import Request, sample_ids
 from backend.sampling_params import SamplingParams
 from backend.tokenizer import Tokenizer
 from backend.worker.executor import Executor
@@ -66,6 +66,7 @@ class LLMEngine:
     ) -> None:
         self.executor = executor
         self.scheduler = make_scheduler(config, kv_groups, prefix_key)
+        self._bytes_per_block = max(group.bytes_per_token for group in kv_groups) * config.cache.block_size
         self._length_limit = length_limit(config)
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -103,22 +104,45 @@ class LLMEngine:
 
     def add_request(
         self, request_id: str, token_ids: list[int], sampling: SamplingParams, arrival_time: float, priority: int = 0
-    ) -> None:
-        """Queue a request that `check_request` has passed. Raises `RequestError` for an id already in use.
+    ) -> list[str]:
+        """Queue a request that `check_request` has passed, or the `sampling.n` requests that its samples are.
+
+        Returns their ids, see `sample_ids`. Raises `RequestError` for an id already in use.
 
         Args:
             priority: lower runs first, under `scheduler.policy = "priority"`.
         """
-        if request_id in self.scheduler.requests:
-            raise RequestError(f"request id {request_id!r} is already in use by an unfinished request")
-        request = Request(request_id, token_ids, sampling, self._eos_token_ids, arrival_time, priority)
-        self.scheduler.add_request(request)
-        self._output_processor.add_request(request)
+        ids = sample_ids(request_id, sampling.n)
+        for sample_id in ids:
+            if sample_id in self.scheduler.requests:
+                raise RequestError(f"request id {sample_id!r} is already in use by an unfinished request")
+        parent_id = request_id if sampling.n > 1 else None
+        requests = [
+            Request(
+                sample_id,
+                token_ids,
+                sampling if parent_id is None else sampling.sample(index),
+                self._eos_token_ids,
+                arrival_time,
+                priority,
+                parent_id,
+                index,
+            )
+            for index, sample_id in enumerate(ids)
+        ]
+        self.scheduler.add_samples(requests)
+        for request in requests:
+            self._output_processor.add_request(request)
+        return ids
 
-    def abort_request(self, request_id: str) -> StreamEvent | None:
-        """End a request; its last event, or None when it is unknown or already over."""
-        output = self.scheduler.abort_request(request_id)
-        return self._output_processor.process(output, time.perf_counter())[0] if output else None
+    def abort_request(self, request_id: str) -> list[StreamEvent]:
+        """End a request, one sample of a prompt, or all of them; their last events. None of what is unknown or over."""
+        requests = self.scheduler.requests
+        ids = [request_id]
+        if request_id not in requests:
+            ids = [request.request_id for request in requests.values() if request.parent_id == request_id]
+        outputs = [output for sample_id in ids if (output := self.scheduler.abort_request(sample_id))]
+        return [self._output_processor.process(output, time.perf_counter())[0] for output in outputs]
 
     def has_unfinished_requests(self) -> bool:
         """Whether there is something to `step` for, a result that nobody waits for any more included."""
@@ -204,6 +228,7 @@ class LLMEngine:
         """Tell the sink of a step; when the step ended."""
         scheduled = step.scheduled
         num_tokens, kinds = scheduled.num_scheduled_tokens, scheduled.kinds.values()
+        num_out, num_in = len(scheduled.swapped_out), len(scheduled.swapped_in)
         total = sum(num_tokens.values())
         decoded = sum(compress(num_tokens.values(), map("decode".__eq__, kinds)))
         self._emit_chunk(
@@ -232,6 +257,10 @@ class LLMEngine:
                 num_referenced_blocks=step.blocks[0],
                 num_evictable_blocks=step.blocks[1],
                 num_free_blocks=step.blocks[2],
+                num_swapped=scheduled.num_swapped,
+                num_swapped_out_blocks=num_out,
+                num_swapped_in_blocks=num_in,
+                swapped_bytes=(num_out + num_in) * self._bytes_per_block,
             )
         )
         self._step += 1

@@ -11,6 +11,7 @@ import torch
 
 from backend.config import EngineConfig
 from backend.core.block_hash import BlockHash, prefix_key
+from backend.core.kv_format import KV_FORMATS
 from backend.core.kv_layouts import resolve_layout
 from backend.engine.llm_engine import LLMEngine
 from backend.errors import CapacityError, ConfigError
@@ -61,7 +62,7 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
     on_phase(Phase("loading"))
     source = resolve_source(config.model.name)
     decoder_config = _read_decoder_config(source)
-    _check(config, source, decoder_config.max_position_embeddings)
+    _check(config, source, decoder_config)
     device = _device(config)
     resolved = config.resolve(device=device, max_model_len=decoder_config.max_position_embeddings)
     tokenizer = load_tokenizer(source)
@@ -136,8 +137,8 @@ def _device(config: EngineConfig) -> Any:
     return config.model.device
 
 
-def _check(config: EngineConfig, source: ModelSource, model_context: int) -> None:
-    asked = config.model.max_model_len
+def _check(config: EngineConfig, source: ModelSource, decoder_config: DecoderConfig) -> None:
+    asked, model_context = config.model.max_model_len, decoder_config.max_position_embeddings
     if asked is not None and asked > model_context:
         raise ConfigError(
             f"model.max_model_len = {asked:,} is above the context of {source.name}, {model_context:,} tokens"
@@ -146,6 +147,8 @@ def _check(config: EngineConfig, source: ModelSource, model_context: int) -> Non
         raise ConfigError(
             f"model.revision = {config.model.revision!r}: {source.name} is a local model and has no revisions"
         )
+    if problem := KV_FORMATS[config.cache.dtype].problem(decoder_config.head_dim):
+        raise ConfigError(f"cache.dtype = {config.cache.dtype!r}: {problem}; allowed are 'auto', 'fp8_e4m3', 'int8'")
 
 
 def _fit_to_pool(config: EngineConfig, resolved: EngineConfig, num_blocks: int) -> tuple[EngineConfig, tuple[str, ...]]:

@@ -38,6 +38,6 @@ class Attention(nn.Module):
         heads = self.qkv(hidden).view(-1, sum(self.head_counts), self.head_dim)
         query, key, value = heads.split(self.head_counts, dim=1)
         query, key = self._ops.rotary_embedding(query, key, positions, cos_sin_cache)
-        attention.write(key, value, layer_cache, metadata)
+        query = attention.write(query, key, value, layer_cache, metadata)
         attended = attention.forward(query, layer_cache, metadata, self.scale)
         return self.output(attended.flatten(1))

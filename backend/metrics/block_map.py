@@ -25,13 +25,18 @@ class BlockMap:
     def apply(self, events: Iterable[BlockEvent]) -> None:
         """Raises `KeyError` for the end of a request that holds nothing: the events are not those that followed."""
         for event in events:
-            if event.kind in ("allocate", "share"):
+            if event.kind in ("allocate", "share", "swap_in"):
                 assert event.request_id is not None
                 groups = self.held.setdefault(event.request_id, [])
                 while len(groups) <= event.group:
                     groups.append([])
                 groups[event.group].extend(event.block_ids)
-            elif event.kind in ("free", "preempt"):
+            elif event.kind == "copy":
+                assert event.request_id is not None
+                blocks = self.held[event.request_id][event.group]
+                source, destination = event.block_ids
+                blocks[blocks.index(source)] = destination
+            elif event.kind in ("free", "preempt", "swap_out"):
                 assert event.request_id is not None
                 del self.held[event.request_id]
             elif event.kind == "cache":

@@ -26,7 +26,11 @@ DEFINITIONS: dict[str, MetricDefinition] = {
     "duration_s": MetricDefinition(
         "Duration", "s", f"Last delivery or end − first arrival, over the measured requests. {_CLOCK}"
     ),
-    "input_tokens": MetricDefinition("Input tokens", "tok", f"Σ prompt tokens, chat template included. {_FINISHED}"),
+    "input_tokens": MetricDefinition(
+        "Input tokens",
+        "tok",
+        f"Σ prompt tokens, chat template included; a prompt with several samples counts once. {_FINISHED}",
+    ),
     "output_tokens": MetricDefinition(
         "Output tokens",
         "tok",
@@ -81,7 +85,9 @@ DEFINITIONS: dict[str, MetricDefinition] = {
         "Max over measured steps of referenced / usable blocks, 0…1, as the pool stands after the step.",
     ),
     "preemptions": MetricDefinition(
-        "Preemptions", "", "Σ times a measured request lost its KV blocks and had to be computed again."
+        "Preemptions",
+        "",
+        "Σ times a measured request had to give up its KV blocks, and was computed again or came back from host memory.",
     ),
     "prefix_cache_hit_rate": MetricDefinition(
         "Prefix cache hit rate",

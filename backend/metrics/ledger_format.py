@@ -8,14 +8,15 @@ A chunk is zlib data over, in little-endian order:
     u32 columns, one after the other:
         step numbers [num_steps], entries per step [num_steps], events per step [num_steps]
         of an entry: id table index, scheduled tokens [num_entries each]
-        of an event: id table index + 1 or 0 for none, number of block ids [num_events each]
+        of an event: id table index + 1 or 0 for none, number of block ids, tokens [num_events each]
         of a list of the key frame: id table index + 1, or 0 for the cached blocks; number of block ids [num_lists each]
         block ids [num_block_ids]: those of the events, then those of the lists
     u8 columns: kind of an entry [num_entries]; kind of an event, KV group of an event [num_events each]; KV group of a list
         of the key frame [num_lists]; 1 where there is a key frame, else 0
 
-Columns compress far better than rows: a steady batch repeats itself from step to step. Version 1 had neither events nor key
-frames: three counts in its header (steps, entries, size of the id table), columns without those of events and lists.
+Columns compress far better than rows: a steady batch repeats itself from step to step. Version 2 had no tokens of events.
+Version 1 had neither events nor key frames: three counts in its header (steps, entries, size of the id table), columns
+without those of events and lists.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ EVENT_KINDS: tuple[BlockEventKind, ...] = get_args(BlockEventKind)  # likewise
 EVENT_KIND_CODES = {kind: code for code, kind in enumerate(EVENT_KINDS)}
 
 _MAGIC = b"SLST"
-_VERSION = 2
+_VERSION = 3
 _START = struct.Struct("<4sB")
-_COUNTS = {1: struct.Struct("<III"), 2: struct.Struct("<IIIIII")}
+_COUNTS = {1: struct.Struct("<III"), 2: struct.Struct("<IIIIII"), 3: struct.Struct("<IIIIII")}
 
 
 class LedgerEntry(NamedTuple):
@@ -89,6 +90,7 @@ class Columns:
         owners = array("I", [self._owner(event.request_id) for event in self.events])
         list_owners = array("I", [self._owner(request_id) for request_id, _, _ in lists])
         event_sizes = array("I", [len(event.block_ids) for event in self.events])
+        event_tokens = array("I", [event.num_tokens for event in self.events])
         list_sizes = array("I", [len(blocks) for _, _, blocks in lists])
         block_ids = array("I")
         for event in self.events:
@@ -98,7 +100,7 @@ class Columns:
         names = json.dumps(list(self.ids), ensure_ascii=False, separators=(",", ":")).encode()
         sizes = (len(self.steps), len(self.kinds), len(self.events), len(block_ids), len(lists), len(names))
         columns = (self.steps, self.counts, self.event_counts, self.id_indices, self.num_scheduled_tokens)
-        columns += (owners, event_sizes, list_owners, list_sizes, block_ids)
+        columns += (owners, event_sizes, event_tokens, list_owners, list_sizes, block_ids)
         numbers = (np.asarray(column).astype("<u4", copy=False).tobytes() for column in columns)
         codes = (
             bytes(EVENT_KIND_CODES[event.kind] for event in self.events),
@@ -129,8 +131,8 @@ def read_chunk(data: bytes) -> LedgerSegment:
         counts[2:2] = [0, 0, 0]
     num_steps, num_entries, num_events, num_block_ids, num_lists, names_size = counts
     with_events = version > 1
-    widths = [num_steps] * (3 if with_events else 2) + [num_entries] * 2 + [num_events] * 2 + [num_lists] * 2
-    widths.append(num_block_ids)
+    widths = [num_steps] * (3 if with_events else 2) + [num_entries] * 2
+    widths += [num_events] * (3 if version > 2 else 2) + [num_lists] * 2 + [num_block_ids]
     num_codes = num_entries + 2 * num_events + num_lists + with_events
     offset = _START.size + _COUNTS[version].size if magic == _MAGIC else 0
     if magic != _MAGIC or len(raw) != offset + names_size + 4 * sum(widths) + num_codes:
@@ -140,7 +142,10 @@ def read_chunk(data: bytes) -> LedgerSegment:
     columns = [column.tolist() for column in np.split(numbers, np.cumsum(widths)[:-1])]
     if not with_events:
         columns.insert(2, [0] * num_steps)
-    steps, counts, event_counts, id_indices, tokens, owners, event_sizes, list_owners, list_sizes, block_ids = columns
+    if version < 3:
+        columns.insert(7, [0] * num_events)
+    steps, counts, event_counts, id_indices, tokens, *columns = columns
+    owners, event_sizes, event_tokens, list_owners, list_sizes, block_ids = columns
     codes = raw[len(raw) - num_codes :]
     entries = [
         LedgerEntry(ids[index], num_tokens, STEP_KINDS[kind])
@@ -153,8 +158,8 @@ def read_chunk(data: bytes) -> LedgerSegment:
         for begin, count in ((0, num_events), (num_events, num_events), (2 * num_events, num_lists))
     )
     events = [
-        BlockEvent(EVENT_KINDS[kind], names[owner], group, [next(blocks) for _ in range(size)])
-        for kind, owner, group, size in zip(kinds, owners, groups, event_sizes, strict=True)
+        BlockEvent(EVENT_KINDS[kind], names[owner], group, [next(blocks) for _ in range(size)], num_tokens)
+        for kind, owner, group, size, num_tokens in zip(kinds, owners, groups, event_sizes, event_tokens, strict=True)
     ]
     lists = [
         (names[owner], group, [next(blocks) for _ in range(size)])

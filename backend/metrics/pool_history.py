@@ -2,7 +2,7 @@
 
 A ledger says which blocks a request holds, not how full they are. But blocks are only added to what a request holds, so its
 beginning is found by walking back until all of them are accounted for. From there its tokens are those it found in the
-prefix cache (whole blocks) and those scheduled since.
+prefix cache (whole blocks) or with another sample of its prompt or in host memory (as the event says) and those scheduled since.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from backend.core.block_events import BlockEvent
 from backend.metrics.block_map import BlockMap
 from backend.metrics.ledger import KEY_FRAME_STEPS
 from backend.metrics.ledger_format import LedgerStep
 from backend.metrics.ledger_reader import LedgerReader
+
+_GIVING = ("allocate", "share", "swap_in")  # kinds of events that add to the blocks of a request
 
 
 class PoolMoment(NamedTuple):
@@ -74,11 +77,12 @@ def tokens_held(reader: LedgerReader, number: int, blocks: BlockMap, block_size:
         for entry in step.entries:
             if entry.request_id in unaccounted:
                 tokens[entry.request_id] += entry.num_scheduled_tokens
-        for kind, request_id, group, block_ids in reversed(step.events):
-            if request_id not in unaccounted or group or kind not in ("allocate", "share"):
+        for event in reversed(step.events):
+            request_id = event.request_id
+            if request_id not in unaccounted or event.group or event.kind not in _GIVING:
                 continue  # groups have the same number of blocks, for the same tokens
-            tokens[request_id] += len(block_ids) * block_size if kind == "share" else 0
-            unaccounted[request_id] -= len(block_ids)
+            tokens[request_id] += _tokens_found(event, block_size)
+            unaccounted[request_id] -= len(event.block_ids)
             if not unaccounted[request_id]:
                 del unaccounted[request_id]
     for request_id in unaccounted:
@@ -89,15 +93,22 @@ def tokens_held(reader: LedgerReader, number: int, blocks: BlockMap, block_size:
 def _advance(blocks: BlockMap, tokens: dict[str, int], step: LedgerStep, block_size: int) -> None:
     for event in step.events:
         request_id = event.request_id
-        if event.kind in ("allocate", "share"):
+        if event.kind in _GIVING:
             assert request_id is not None
             if request_id not in blocks.held:
                 tokens[request_id] = 0
-            if event.kind == "share" and not event.group:
-                tokens[request_id] += len(event.block_ids) * block_size
-        elif event.kind in ("free", "preempt") and request_id is not None:
+            if not event.group:
+                tokens[request_id] += _tokens_found(event, block_size)
+        elif event.kind in ("free", "preempt", "swap_out") and request_id is not None:
             tokens.pop(request_id, None)
         blocks.apply([event])
     for entry in step.entries:
         if entry.request_id in tokens:
             tokens[entry.request_id] += entry.num_scheduled_tokens
+
+
+def _tokens_found(event: BlockEvent, block_size: int) -> int:
+    """Tokens that a request has in the blocks that it gets."""
+    if event.kind == "share":
+        return event.num_tokens or len(event.block_ids) * block_size
+    return event.num_tokens

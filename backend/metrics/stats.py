@@ -46,6 +46,11 @@ class StepStats:
     num_referenced_blocks: int
     num_evictable_blocks: int
     num_free_blocks: int
+    # Of the requests preempted in this step, those whose KV went to host memory; the others have to be computed again.
+    num_swapped: int = 0
+    num_swapped_out_blocks: int = 0  # copied to host memory
+    num_swapped_in_blocks: int = 0  # copied back
+    swapped_bytes: int = 0  # both ways
 
     @property
     def start_time(self) -> float:
@@ -80,6 +85,7 @@ class RequestStats:
     prompt: str | None
     text: str | None
     token_ids: tuple[int, ...] | None
+    parent_id: str | None = None  # the prompt whose sample it is; None for the only one of its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +301,7 @@ def summarize(
     def rate(amount: float | None) -> float | None:
         return amount / duration_s if amount is not None and finished and duration_s > 0 else None
 
-    input_tokens = _sum_known(request.num_prompt_tokens for request in finished)
+    input_tokens = _input_tokens(finished)
     output_tokens = sum(request.num_output_tokens for request in finished)
     good = sum(meets_slo(request, slo_limits) for request in measured) if slo_limits else None
     return RunSummary(
@@ -324,6 +330,13 @@ def summarize(
 def summary_to_dict(summary: RunSummary) -> dict[str, Any]:
     """Nested plain data for JSON: what does not exist is None, never NaN."""
     return asdict(summary)
+
+
+def _input_tokens(requests: Sequence[RequestStats]) -> int | None:
+    """Of each prompt once: its samples are requests of their own."""
+    alone = [request.num_prompt_tokens for request in requests if request.parent_id is None]
+    sampled = {request.parent_id: request.num_prompt_tokens for request in requests if request.parent_id is not None}
+    return _sum_known([*alone, *sampled.values()])
 
 
 def _hit_rate(requests: Iterable[RequestStats]) -> float | None:

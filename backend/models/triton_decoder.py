@@ -128,13 +128,18 @@ class TritonDecoder:
         cache = (self._model.cos_sin_cache, layer_cache.key_cache, layer_cache.value_cache, metadata.slot_mapping)
         hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
         weight, bias = _parameters(module.qkv)
-        if plan.qkv is None:
-            num_heads = module.head_counts[0]
-            query = rotary_and_store(F.linear(hidden, weight, bias), metadata.positions, *cache, num_heads)
-        else:
+        if plan.qkv is not None and layer_cache.key_scales is None:
             query = norm_qkv_rotary_store(
                 hidden, weight, metadata.positions, *cache, square_sums, norm.eps, bias, tiles=plan.qkv
             )
+        else:
+            # A quantized vector takes a scale over all of its head, which the fused kernel has in several programs.
+            if plan.qkv is None:
+                qkv = F.linear(hidden, weight, bias)
+            else:
+                qkv = norm_linear(hidden, weight, square_sums, norm.eps, bias, tiles=plan.qkv)[0]
+            scales = (layer_cache.key_scales, layer_cache.value_scales)
+            query = rotary_and_store(qkv, metadata.positions, *cache, module.head_counts[0], *scales)
         attended = attention.forward(query, layer_cache, metadata, module.scale).flatten(1)
         norm = layer.mlp_norm
         deferred = _add_product(

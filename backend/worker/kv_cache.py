@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
 
 from backend.attention.metadata import LayerCache
 from backend.core.kv_cache_manager import KVGroupSpec
+from backend.core.kv_format import KVFormat
 from backend.errors import CapacityError
 
 
@@ -18,11 +19,15 @@ class KVCacheShape:
 
     group: KVGroupSpec
     block_size: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # the model's
 
     @property
     def bytes_per_block(self) -> int:
         return self.group.bytes_per_token * self.block_size
+
+    def with_format(self, kv_format: KVFormat) -> KVCacheShape:
+        """The same vectors, stored so."""
+        return replace(self, group=replace(self.group, format=kv_format))
 
     def blocks_in(self, num_bytes: int, what: str) -> int:
         """Usable blocks that fit beside the null block. Raises `CapacityError` when not one does."""
@@ -43,7 +48,13 @@ class KVCacheShape:
         try:
             return [
                 LayerCache.zeros(
-                    num_blocks, self.block_size, self.group.num_kv_heads, self.group.head_dim, self.dtype, device
+                    num_blocks,
+                    self.block_size,
+                    self.group.num_kv_heads,
+                    self.group.head_dim,
+                    self.dtype,
+                    device,
+                    self.group.format,
                 )
                 for _ in range(self.group.num_layers)
             ]

@@ -13,6 +13,7 @@ from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import LayerCache
 from backend.config import EngineConfig
 from backend.core.kv_cache_manager import KVGroupSpec
+from backend.core.kv_format import KV_FORMATS
 from backend.core.output import FinishedOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from backend.errors import CapacityError
 from backend.metrics.stats import MemoryUse
@@ -20,6 +21,7 @@ from backend.models.loader import LoadedModel, load_model
 from backend.models.sources import ModelSource
 from backend.sample.metadata import SamplingMetadata
 from backend.sample.sampler import REFERENCE_OPS, Sampler, triton_ops
+from backend.worker.block_transfer import BlockTransfer, DeviceBlocks, HostBlocks, copy_blocks
 from backend.worker.decoders import StepDecoder, make_decoder
 from backend.worker.input_batch import InputBatch, StepInput
 from backend.worker.kv_cache import KVCacheShape
@@ -52,6 +54,7 @@ class ModelRunner:
         else:
             self._record_tokens, self._sampling_ops = reference_record_tokens, REFERENCE_OPS
         self._sampler = Sampler(self._sampling_ops)
+        self._transfer = BlockTransfer(self._device)
         self._uploads, self._downloads = HostBuffers(self._device), HostBuffers(self._device)
         self._not_finite = (
             "the model's logits are not finite for this request: a value overflowed in "
@@ -66,6 +69,7 @@ class ModelRunner:
         self._decoder: StepDecoder | None = None
         self._attention: AttentionBackend | None = None
         self._layer_caches: list[LayerCache] = []
+        self._host_blocks: HostBlocks | None = None  # None: no request is swapped
         self._sampled_token_ids: Tensor | None = None  # int64 [max_num_seqs + 1]; the last is for padding
         self._batch: InputBatch | None = None
         self._decode_graphs: DecodeGraphs | None = None
@@ -91,7 +95,10 @@ class ModelRunner:
     @property
     def kv_group(self) -> KVGroupSpec:
         config = self.loaded.config
-        return KVGroupSpec(config.num_layers, config.num_kv_heads, config.head_dim, self._dtype.itemsize)
+        kv_format = KV_FORMATS[self._config.cache.dtype]
+        return KVGroupSpec(
+            config.num_layers, config.num_kv_heads, config.head_dim, self._dtype.itemsize, format=kv_format
+        )
 
     @property
     def kv_cache_shape(self) -> KVCacheShape:
@@ -124,6 +131,8 @@ class ModelRunner:
         max_num_seqs, block_size = self._config.scheduler.max_num_seqs, self._config.cache.block_size
         assert max_num_seqs is not None
         self._layer_caches = self.kv_cache_shape.allocate(num_blocks, self._device)
+        if self._config.scheduler.preemption == "swap" and self._config.cache.layout == "paged":
+            self._host_blocks = HostBlocks.allocate(self._config, self.kv_group, DeviceBlocks(self._layer_caches))
         self._sampled_token_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)
         self._batch = InputBatch(max_num_seqs, max_model_len, block_size)
 
@@ -166,10 +175,12 @@ class ModelRunner:
         batch = self._batch
         if batch is None:
             raise RuntimeError("the KV cache is not initialized")
-        if not scheduled.num_scheduled_tokens:
-            batch.update(scheduled)
-            return FinishedOutput(ModelRunnerOutput({}))  # a step that could only preempt
         try:
+            if scheduled.swapped_out or scheduled.swapped_in or scheduled.block_copies:
+                self._move_blocks(scheduled)
+            if not scheduled.num_scheduled_tokens:
+                batch.update(scheduled)
+                return FinishedOutput(ModelRunnerOutput({}))  # a step that could only preempt
             request_ids, outcomes = self._start(batch, scheduled)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
@@ -177,6 +188,15 @@ class ModelRunner:
                 "cache.gpu_memory_utilization or scheduler.max_num_batched_tokens"
             ) from error
         return TokenDownload(request_ids, outcomes, self._downloads, self._not_finite)
+
+    def _move_blocks(self, scheduled: SchedulerOutput) -> None:
+        """Whatever the step then writes is queued behind it."""
+        if self._host_blocks is not None:
+            pool = DeviceBlocks(self._layer_caches)
+            self._transfer.copy(scheduled.swapped_out, pool, self._host_blocks)
+            self._transfer.copy(scheduled.swapped_in, self._host_blocks, pool)
+        if scheduled.block_copies:
+            copy_blocks(self._layer_caches, scheduled.block_copies)
 
     def _start(self, batch: InputBatch, scheduled: SchedulerOutput) -> tuple[list[str], Tensor]:
         """The requests that the step samples, and what becomes of each: see `_sample`."""
@@ -243,7 +263,7 @@ class ModelRunner:
     def memory(self) -> MemoryUse:
         """Bytes held now. Safe from any thread."""
         on_cuda = self._device.type == "cuda"
-        kv_tensors = [tensor for cache in self._layer_caches for tensor in (cache.key_cache, cache.value_cache)]
+        kv_tensors = [tensor for cache in self._layer_caches for tensor in cache.tensors()]
         return MemoryUse(
             weights_bytes=self._loaded.weights_bytes if self._loaded else 0,
             kv_cache_bytes=sum(tensor.nbytes for tensor in kv_tensors),

@@ -50,8 +50,9 @@ class Target(Protocol):
         """Start a request. Thread-safe; `on_event` is called from the target's thread and must return at once.
 
         Raises `RequestError` when the request can never be served; nothing is delivered then. Otherwise exactly one event
-        carries a `finish_reason`, and it is the last.
+        carries a `finish_reason`, and it is the last; with `sampling.n` above 1, one for each sample, whose events have the
+        ids of `backend.request.sample_ids`.
         """
 
     def abort(self, request_id: str) -> None:
-        """Ask for an end; a finished or unknown id is ignored."""
+        """Ask for an end, of all samples or of the one whose id it is; a finished or unknown id is ignored."""

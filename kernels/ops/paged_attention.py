@@ -2,115 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops.checks import check_attention, check_tensor
+from kernels.ops.attention_tiles import TileSizes, tile_sizes
+from kernels.ops.checks import as_bytes, check_attention, check_tensor
+from kernels.ops.key_loop import attend_keys
 from kernels.ops.pdl import supports_pdl
-
-
-class TileSizes(NamedTuple):
-    """How a launch is cut: a program has `block_m` rows, which are `block_q` tokens times the heads of a group."""
-
-    block_q: int
-    block_m: int  # power of two; rows from block_q * group on are idle
-    block_n: int  # keys per iteration, power of two
-    block_d: int  # head_dim, padded to a power of two
-    num_warps: int
-    num_stages: int
-
-
-def tile_sizes(num_tokens: int, num_reqs: int, group: int, head_dim: int, element_bytes: int) -> TileSizes:
-    """Choose the tile by host-side sizes only: long rows of queries share the keys that a program loads."""
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    row_bytes = block_d * element_bytes
-    # tl.dot wants 16 rows at least; a request with one query row fills no more than its group.
-    block_m = max(16, triton.next_power_of_2(group))
-    block_n, num_warps, num_stages = (64, 4, 3) if row_bytes <= 256 else (32, 4, 2)
-    if num_tokens > 4 * num_reqs:
-        # Of what was tried on an H100 in bfloat16, the fastest at head_dim 64, and at 128 for prompts short and long.
-        if row_bytes <= 128:
-            block_m, block_n, num_stages = max(block_m, 64), 128, 2
-        elif row_bytes == 256:
-            block_m = max(block_m, 128)
-            block_n, num_warps, num_stages = (32, 4, 4) if num_tokens <= 1536 * num_reqs else (64, 8, 2)
-        else:
-            block_m = max(block_m, 64 if row_bytes <= 512 else 32)
-    return TileSizes(block_m // group, block_m, block_n, block_d, num_warps, num_stages)
-
-
-@triton.jit
-def _attend_keys(
-    row_max,
-    row_sum,
-    attended,
-    query,
-    position,
-    begin,
-    stop,
-    end,
-    block_ids_ptr,
-    key_head_ptr,
-    value_head_ptr,
-    scale_log2,
-    stride_key_cache_block,
-    stride_key_cache_slot,
-    stride_value_cache_block,
-    stride_value_cache_slot,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Add the keys of `begin <= position < stop` to the running softmax; MASKED where a row may not see all of them."""
-    column = tl.arange(0, BLOCK_D)
-    column_mask = column < HEAD_DIM
-    for key_start in range(begin, stop, BLOCK_N):
-        key_position = key_start + tl.arange(0, BLOCK_N)
-        # Slots past the end may hold anything, NaN included, which no weight of zero would undo: they are not loaded.
-        key_mask = key_position < end
-        if MASKED:
-            block_id = tl.load(block_ids_ptr + key_position // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
-        else:
-            block_id = tl.load(block_ids_ptr + key_position // BLOCK_SIZE).to(tl.int64)
-        slot = key_position % BLOCK_SIZE
-        key_offset = block_id * stride_key_cache_block + slot * stride_key_cache_slot
-        value_offset = block_id * stride_value_cache_block + slot * stride_value_cache_slot
-        key_ptrs = key_head_ptr + key_offset[None, :] + column[:, None]
-        value_ptrs = value_head_ptr + value_offset[:, None] + column[None, :]
-        if MASKED:
-            key = tl.load(key_ptrs, mask=key_mask[None, :] & column_mask[:, None], other=0.0)
-            value = tl.load(value_ptrs, mask=key_mask[:, None] & column_mask[None, :], other=0.0)
-        elif HEAD_DIM < BLOCK_D:
-            key = tl.load(key_ptrs, mask=column_mask[:, None], other=0.0)
-            value = tl.load(value_ptrs, mask=column_mask[None, :], other=0.0)
-        else:
-            key = tl.load(key_ptrs)
-            value = tl.load(value_ptrs)
-
-        # "ieee": float32 products are not to be rounded to TF32; other dtypes ignore it.
-        scores = tl.dot(query, key, input_precision="ieee") * scale_log2
-        if MASKED:
-            visible = key_position[None, :] <= position[:, None]
-            if WINDOW is not None:
-                visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        # A row whose window begins behind these keys has seen none, and -inf - -inf is NaN.
-        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-        weights = tl.exp2(scores - finite_max[:, None])
-        rescale = tl.exp2(row_max - finite_max)
-        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
-        attended = attended * rescale[:, None]
-        attended = tl.dot(weights.to(value.dtype), value, attended, input_precision="ieee")
-        row_max = new_max
-    return row_max, row_sum, attended
 
 
 # Not a kernel for each size of a batch, width and alignment of its table, which change from step to step.
@@ -123,6 +23,8 @@ def _paged_attention_kernel(
     query_ptr,
     key_cache_ptr,
     value_cache_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     block_table_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
@@ -143,6 +45,7 @@ def _paged_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -208,7 +111,7 @@ def _paged_attention_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     attended = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    row_max, row_sum, attended = _attend_keys(
+    row_max, row_sum, attended = attend_keys(
         row_max,
         row_sum,
         attended,
@@ -220,6 +123,8 @@ def _paged_attention_kernel(
         block_ids_ptr,
         key_head_ptr,
         value_head_ptr,
+        key_scales_ptr,
+        value_scales_ptr,
         scale_log2,
         stride_key_cache_block,
         stride_key_cache_slot,
@@ -228,11 +133,12 @@ def _paged_attention_kernel(
         HEAD_DIM,
         BLOCK_SIZE,
         WINDOW,
+        FORMAT,
         BLOCK_N,
         BLOCK_D,
         False,
     )
-    row_max, row_sum, attended = _attend_keys(
+    row_max, row_sum, attended = attend_keys(
         row_max,
         row_sum,
         attended,
@@ -244,6 +150,8 @@ def _paged_attention_kernel(
         block_ids_ptr,
         key_head_ptr,
         value_head_ptr,
+        key_scales_ptr,
+        value_scales_ptr,
         scale_log2,
         stride_key_cache_block,
         stride_key_cache_slot,
@@ -252,6 +160,7 @@ def _paged_attention_kernel(
         HEAD_DIM,
         BLOCK_SIZE,
         WINDOW,
+        FORMAT,
         BLOCK_N,
         BLOCK_D,
         True,
@@ -272,6 +181,8 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     *,
     output: Tensor | None = None,
     tiles: TileSizes | None = None,
@@ -281,11 +192,14 @@ def paged_attention(
     `out[t, h] = softmax_j(scale * query[t, h] . k[j, h // group]) v[j, h // group]`, over the positions
     `max(0, p - window + 1) <= j <= p` of the row's request (`0 <= j <= p` without a window). Row i of request r sits at
     `p = seq_lens[r] - query_len[r] + i`; position j is at `block_table[r, j // block_size]`, offset `j % block_size`.
-    Scores, softmax and sums are in fp32; the weights are rounded to `value_cache.dtype` for their product with it.
+    Scores, softmax and sums are in fp32; the weights are rounded to `query.dtype` for their product with the values, as are
+    keys and values that are stored quantized.
 
     Args:
         query: float32, bfloat16 or float16 [num_tokens, num_heads, head_dim], strides (any, any, 1)
-        key_cache: query.dtype [num_blocks, block_size, num_kv_heads, head_dim], strides (any, any, any, 1)
+        key_cache: query.dtype [num_blocks, block_size, num_kv_heads, head_dim], strides (any, any, any, 1). With
+            scales what `quantize` of `kernels.reference.kv_quantization` gives: int8, float8_e4m3fn, or uint8 with half as
+            many columns
         value_cache: as key_cache
         block_table: int32 [num_reqs, max_num_blocks], strides (any, 1); entries past a request's blocks or behind its
             window are not read
@@ -293,6 +207,8 @@ def paged_attention(
         seq_lens: int32 [num_reqs], stride (1,), at least the request's query_len
         scale: factor of the scores, usually head_dim ** -0.5
         window: positions a row attends to, its own included; None for all
+        key_scales: float16 [num_blocks, block_size, num_kv_heads, 1], for uint8 [..., 2], contiguous
+        value_scales: as key_scales
         output: where to write, query.dtype [num_tokens, num_heads, head_dim], strides (any, any, 1); a new tensor by
             default
         tiles: how to cut the launch; by default chosen from the sizes. Fixed, a row's sums depend on its request alone.
@@ -303,7 +219,7 @@ def paged_attention(
         ValueError: a shape, dtype, device or stride is not as above, num_kv_heads does not divide num_heads, a group
             has more than 128 heads, head_dim is above 256, or window is below 1. Values on the device are not read.
     """
-    group = check_attention(query, key_cache, value_cache, window)
+    group, kv_format = check_attention(query, key_cache, value_cache, window, key_scales, value_scales)
     num_tokens, _, head_dim = query.shape
     check_tensor("block_table", block_table, (None, None), torch.int32, query.device)
     num_reqs = block_table.shape[0]
@@ -320,8 +236,10 @@ def paged_attention(
     _paged_attention_kernel[(num_tokens // tiles.block_q + num_reqs, num_kv_heads)](
         output,
         query,
-        key_cache,
-        value_cache,
+        as_bytes(key_cache),
+        as_bytes(value_cache),
+        key_scales,
+        value_scales,
         block_table,
         query_start_loc,
         seq_lens,
@@ -342,6 +260,7 @@ def paged_attention(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOW=window,
+        FORMAT=kv_format,
         BLOCK_Q=tiles.block_q,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,

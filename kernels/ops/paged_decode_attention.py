@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops.checks import check_attention, check_tensor
+from kernels.ops.checks import as_bytes, check_attention, check_tensor
+from kernels.ops.decode_cut import MAX_TEAM, Cut, choose_cut
+from kernels.ops.kv_quantization import load_keys_and_values
 from kernels.ops.pdl import supports_pdl
-
-# Programs per multiprocessor: of long contexts so many keep its loads in flight, and more only split what the last of a
-# request adds up again; of others a multiprocessor holds about that, and uneven requests want some to wait.
-LONG_PROGRAMS_PER_SM = 4
-PROGRAMS_PER_SM = 9
-MAX_SPLITS = 64
-MAX_TEAM = 8  # shares that one program adds up
-LONG_CONTEXT = 8192
-
-
-class Cut(NamedTuple):
-    """How a launch is cut: a request's keys into `num_splits` shares at most, none below `min_keys`."""
-
-    num_splits: int  # power of two up to MAX_TEAM, or a multiple of it
-    min_keys: int
-    block_n: int  # keys per iteration, power of two from 16
-    num_warps: int
-    num_stages: int = 2  # iterations under way: the loads of one hide behind the products of another
+from kernels.ops.split_sums import add_up, is_last
 
 
 # Not a kernel for each width and alignment of the table, which change from step to step.
@@ -45,6 +27,8 @@ def _paged_decode_attention_kernel(
     query_ptr,
     key_cache_ptr,
     value_cache_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     block_table_ptr,
     seq_lens_ptr,
     scale,
@@ -63,6 +47,7 @@ def _paged_decode_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -132,7 +117,23 @@ def _paged_decode_attention_kernel(
         value_offset = block_id * stride_value_cache_block + slot * stride_value_cache_slot
         key_ptrs = key_head_ptr + key_offset[None, :] + column[:, None]
         value_ptrs = value_head_ptr + value_offset[:, None] + column[None, :]
-        if HEAD_DIM == BLOCK_D:
+        if FORMAT is not None:
+            vector = (block_id * BLOCK_SIZE + slot) * tl.num_programs(0) + kv_head
+            key, value = load_keys_and_values(
+                key_head_ptr,
+                value_head_ptr,
+                key_scales_ptr,
+                value_scales_ptr,
+                key_offset,
+                value_offset,
+                vector,
+                key_mask,
+                column,
+                HEAD_DIM,
+                FORMAT,
+                query.dtype,
+            )
+        elif HEAD_DIM == BLOCK_D:
             key = tl.load(key_ptrs, mask=key_mask[None, :], other=0.0)
             value = tl.load(value_ptrs, mask=key_mask[:, None], other=0.0)
         else:
@@ -171,11 +172,11 @@ def _paged_decode_attention_kernel(
     counters_ptr = arrivals_ptr + (request * tl.num_programs(0) + kv_head) * (NUM_TEAMS + 1)
     team = split // TEAM
     num_members = tl.minimum(num_shares - team * TEAM, TEAM)
-    if not _is_last(counters_ptr + team, num_members):
+    if not is_last(counters_ptr + team, num_members):
         return
     member = tl.arange(0, BLOCK_G)
     parts = first + member * NUM_SPLITS
-    total_max, total_sum, total = _add_up(
+    total_max, total_sum, total = add_up(
         partial_ptr,
         partial_max_ptr,
         partial_sum_ptr,
@@ -194,9 +195,9 @@ def _paged_decode_attention_kernel(
         tl.store(partial_ptr + team_part[:, None] * BLOCK_D + column[None, :], total, mask=(member < GROUP)[:, None])
         tl.store(partial_max_ptr + team_part, total_max, mask=member < GROUP)
         tl.store(partial_sum_ptr + team_part, total_sum, mask=member < GROUP)
-        if not _is_last(counters_ptr + NUM_TEAMS, num_teams):
+        if not is_last(counters_ptr + NUM_TEAMS, num_teams):
             return
-        total_max, total_sum, total = _add_up(
+        total_max, total_sum, total = add_up(
             partial_ptr,
             partial_max_ptr,
             partial_sum_ptr,
@@ -219,55 +220,6 @@ def _paged_decode_attention_kernel(
     tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _is_last(counter_ptr, num_programs):
-    """Count this program at `counter_ptr`, its stores before; whether it is the last of `num_programs`. Counts from 0 again."""
-    # All threads' stores come before the one thread's count.
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
-    if arrived == num_programs - 1:
-        tl.store(counter_ptr, 0)
-    return arrived == num_programs - 1
-
-
-@triton.jit
-def _add_up(
-    partial_ptr,
-    partial_max_ptr,
-    partial_sum_ptr,
-    first,
-    stride,
-    num_parts,
-    member_mask,
-    MAX_PARTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Merge parts `first + i * stride`, i < num_parts, of each query head of a group, in order of i.
-
-    Returns:
-        maximum [BLOCK_G], weight [BLOCK_G] and unnormalised sum [BLOCK_G, BLOCK_D].
-    """
-    index = tl.arange(0, MAX_PARTS)
-    part = first[:, None] + index[None, :] * stride
-    mask = member_mask[:, None] & (index < num_parts)[None, :]
-    # ".cg": straight from the L2, where the other programs' parts are.
-    part_max = tl.load(partial_max_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg")
-    part_sum = tl.load(partial_sum_ptr + part, mask=mask, other=0.0, cache_modifier=".cg")
-    total_max = tl.where(member_mask, tl.max(part_max, axis=1), 0.0)
-    total_sum = tl.sum(part_sum * tl.exp2(part_max - total_max[:, None]), axis=1)
-    total = tl.zeros([first.shape[0], BLOCK_D], dtype=tl.float32)
-    for start in range(0, MAX_PARTS, CHUNK):
-        in_chunk = start + tl.arange(0, CHUNK)
-        chunk = first[:, None] + in_chunk[None, :] * stride
-        chunk_mask = member_mask[:, None] & (in_chunk < num_parts)[None, :]
-        chunk_max = tl.load(partial_max_ptr + chunk, mask=chunk_mask, other=float("-inf"), cache_modifier=".cg")
-        sums_ptrs = partial_ptr + chunk[:, :, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :]
-        sums = tl.load(sums_ptrs, mask=chunk_mask[:, :, None], other=0.0, cache_modifier=".cg")
-        total += tl.sum(sums * tl.exp2(chunk_max - total_max[:, None])[:, :, None], axis=1)
-    return total_max, total_sum, total
-
-
 def paged_decode_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -276,6 +228,8 @@ def paged_decode_attention(
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     *,
     output: Tensor | None = None,
     cut: Cut | None = None,
@@ -287,13 +241,17 @@ def paged_decode_attention(
 
     Args:
         query: float32, bfloat16 or float16 [num_reqs, num_heads, head_dim], strides (any, any, 1)
-        key_cache: query.dtype [num_blocks, block_size, num_kv_heads, head_dim], strides (any, any, any, 1)
+        key_cache: query.dtype [num_blocks, block_size, num_kv_heads, head_dim], strides (any, any, any, 1). With
+            scales what `quantize` of `kernels.reference.kv_quantization` gives: int8, float8_e4m3fn, or uint8 with half as
+            many columns
         value_cache: as key_cache
         block_table: int32 [num_reqs, max_num_blocks], strides (any, 1); entries past a request's blocks or behind its
             window are not read
         seq_lens: int32 [num_reqs], stride (1,); 0 for a padding row, whose output is 0
         scale: factor of the scores, usually head_dim ** -0.5
         window: positions a row attends to, its own included; None for all
+        key_scales: float16 [num_blocks, block_size, num_kv_heads, 1], for uint8 [..., 2], contiguous
+        value_scales: as key_scales
         output: where to write, query.dtype [num_reqs, num_heads, head_dim], strides (any, any, 1); a new tensor by default
         cut: how to cut the launch; by default chosen from the sizes. A row's sums depend on it and on the row's own
             length only.
@@ -303,7 +261,7 @@ def paged_decode_attention(
         ValueError: a shape, dtype, device or stride is not as above, num_kv_heads does not divide num_heads, a group
             has more than 128 heads, head_dim is above 256, or window is below 1.
     """
-    group = check_attention(query, key_cache, value_cache, window)
+    group, kv_format = check_attention(query, key_cache, value_cache, window, key_scales, value_scales)
     num_reqs, _, head_dim = query.shape
     check_tensor("block_table", block_table, (num_reqs, None), torch.int32, query.device)
     check_tensor("seq_lens", seq_lens, (num_reqs,), torch.int32, query.device)
@@ -330,8 +288,10 @@ def paged_decode_attention(
         partial_sum,
         _arrivals(query.device, counters),
         query,
-        key_cache,
-        value_cache,
+        as_bytes(key_cache),
+        as_bytes(value_cache),
+        key_scales,
+        value_scales,
         block_table,
         seq_lens,
         scale,
@@ -350,6 +310,7 @@ def paged_decode_attention(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOW=window,
+        FORMAT=kv_format,
         NUM_SPLITS=cut.num_splits,
         MIN_KEYS=cut.min_keys,
         BLOCK_M=max(16, block_g),  # tl.dot wants 16 rows at least
@@ -365,21 +326,6 @@ def paged_decode_attention(
         launch_pdl=pdl,  # pyright: ignore[reportCallIssue]
     )
     return output
-
-
-def choose_cut(num_rows: int, max_seq_len: int, head_dim: int, device: torch.device) -> Cut:
-    """Choose by host-side sizes only: `num_rows` are requests times KV heads, `max_seq_len` what a block table can hold.
-
-    Few rows are split over the whole device: into short shares while contexts are short, which is where a step waits for
-    the latency of a single share, into as many as run at once where contexts are long, which is where bandwidth counts.
-    """
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
-    is_long = max_seq_len > LONG_CONTEXT and num_rows < 2 * num_sms
-    programs = (LONG_PROGRAMS_PER_SM if is_long else PROGRAMS_PER_SM) * num_sms
-    splits = min(programs / num_rows, max_seq_len / 64, MAX_SPLITS)
-    num_splits = 2 ** max(0, round(math.log2(splits)))
-    min_keys = 128 if is_long or num_rows >= 2 * num_sms else 64
-    return Cut(num_splits, min_keys, 32 if head_dim > 128 else 64, 4)
 
 
 _ARRIVALS: dict[torch.device, list[Tensor]] = {}

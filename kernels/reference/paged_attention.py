@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from kernels.reference.kv_quantization import dequantize
 
 # Keys (or values) that one batch of decode rows gathers at most, counted as fp32. A gather larger than the caches of
 # a CPU core is written to memory and read back, and beyond 32 MiB each call pays for fresh pages too.
@@ -25,6 +28,8 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """Attend from each query row to its request's positions up to its own.
 
@@ -36,7 +41,8 @@ def paged_attention(
 
     Args:
         query: float [num_tokens, num_heads, head_dim]
-        key_cache: query.dtype [num_blocks, block_size, num_kv_heads, head_dim], contiguous
+        key_cache: query.dtype [num_blocks, block_size, num_kv_heads, head_dim], contiguous. With scales what `quantize`
+            of `kv_quantization` gives: int8, float8_e4m3fn, or uint8 with half as many columns
         value_cache: as key_cache
         block_table: int32 [num_reqs, max_num_blocks]; entries past a request's blocks or behind its window must be
             valid ids (the null block), but are not used
@@ -44,15 +50,18 @@ def paged_attention(
         seq_lens: int32 [num_reqs], at least the request's query_len
         scale: factor of the scores, usually head_dim ** -0.5
         window: positions a row attends to, its own included; None for all
+        key_scales: float16 [num_blocks, block_size, num_kv_heads, 1], for uint8 [..., 2], contiguous
+        value_scales: as key_scales
     Returns:
         query.dtype [num_tokens, num_heads, head_dim]; rows past query_start_loc[-1] are unspecified. Nothing is
         mutated.
     """
+    keys, values = _Vectors(key_cache, key_scales), _Vectors(value_cache, value_scales)
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     decodes = [r for r in range(len(lens)) if starts[r + 1] - starts[r] == 1]
-    groups = _decode_groups(decodes, lens, MAX_GATHER_BYTES // (4 * key_cache[0, 0].numel()))
+    groups = _decode_groups(decodes, lens, MAX_GATHER_BYTES // (4 * keys.num_heads * query.shape[2]))
     if len(groups) == 1 and len(decodes) == len(lens) == len(query):
-        return _attend_decodes(query, key_cache, value_cache, block_table, seq_lens, lens, scale, window)
+        return _attend_decodes(query, keys, values, block_table, seq_lens, lens, scale, window)
 
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in groups:
@@ -60,8 +69,8 @@ def paged_attention(
         rows = query_start_loc.index_select(0, requests).long()
         attended = _attend_decodes(
             query.index_select(0, rows),
-            key_cache,
-            value_cache,
+            keys,
+            values,
             block_table.index_select(0, requests),
             seq_lens.index_select(0, requests),
             [lens[r] for r in group],
@@ -75,14 +84,44 @@ def paged_attention(
             _attend_chunk(
                 output[start:end],
                 query[start:end],
-                key_cache,
-                value_cache,
+                keys,
+                values,
                 block_table[r],
                 seq_len,
                 scale,
                 window,
             )
     return output
+
+
+@dataclass(frozen=True, slots=True)
+class _Vectors:
+    """The keys, or the values, of a paged cache as fp32."""
+
+    cache: Tensor  # [num_blocks, block_size, num_kv_heads, width]
+    scales: Tensor | None
+
+    @property
+    def block_size(self) -> int:
+        return self.cache.shape[1]
+
+    @property
+    def num_heads(self) -> int:
+        return self.cache.shape[2]
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """[num_rows, head_dim] of the cache seen as [num_blocks * block_size * num_kv_heads, head_dim]."""
+        data = self.cache.view(-1, self.cache.shape[3]).index_select(0, rows)
+        if self.scales is None:
+            return data.float()
+        return dequantize(data, self.scales.view(-1, self.scales.shape[3]).index_select(0, rows))
+
+    def blocks(self, block_ids: Tensor, num_tokens: int) -> Tensor:
+        """[num_tokens, num_kv_heads, head_dim], the first of these blocks laid end to end."""
+        data = self.cache.index_select(0, block_ids).flatten(0, 1)[:num_tokens]
+        if self.scales is None:
+            return data.float()
+        return dequantize(data, self.scales.index_select(0, block_ids).flatten(0, 1)[:num_tokens])
 
 
 def _decode_groups(requests: list[int], lens: list[int], max_tokens: int) -> list[list[int]]:
@@ -103,8 +142,8 @@ def _decode_groups(requests: list[int], lens: list[int], max_tokens: int) -> lis
 
 def _attend_decodes(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    keys: _Vectors,
+    values: _Vectors,
     block_table: Tensor,
     seq_lens: Tensor,
     lens: list[int],
@@ -113,7 +152,7 @@ def _attend_decodes(
 ) -> Tensor:
     """Attend from one row per request, as one batch padded to the longest: query [B, num_heads, head_dim]."""
     num_reqs, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, _ = key_cache.shape
+    block_size, num_kv_heads = keys.block_size, keys.num_heads
     longest = max(lens)
     first_block = 0 if window is None else max(0, min(lens) - window) // block_size
     first = first_block * block_size
@@ -137,8 +176,7 @@ def _attend_decodes(
         rows = torch.where(hidden[:, None], own_row, rows)
     rows = rows.reshape(-1)
     shape = (num_reqs * num_kv_heads, longest - first, head_dim)
-    key = key_cache.view(-1, head_dim).index_select(0, rows).view(shape).float()
-    value = value_cache.view(-1, head_dim).index_select(0, rows).view(shape).float()
+    key, value = keys.rows(rows).view(shape), values.rows(rows).view(shape)
 
     grouped_query = (query.float() * scale).view(num_reqs * num_kv_heads, -1, head_dim)
     scores = torch.bmm(grouped_query, key.transpose(1, 2))
@@ -150,8 +188,8 @@ def _attend_decodes(
 def _attend_chunk(
     output: Tensor,
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    keys: _Vectors,
+    values: _Vectors,
     block_ids: Tensor,
     seq_len: int,
     scale: float,
@@ -159,7 +197,7 @@ def _attend_chunk(
 ) -> None:
     """Attend from the last rows of one request: query [query_len, num_heads, head_dim], into `output`, as query."""
     query_len, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, _ = key_cache.shape
+    block_size, num_kv_heads = keys.block_size, keys.num_heads
     group = num_heads // num_kv_heads
     num_computed = seq_len - query_len
     first_block = 0 if window is None else max(0, num_computed - window + 1) // block_size
@@ -170,25 +208,25 @@ def _attend_chunk(
         """[num_kv_heads, group, rows, head_dim] of query or output rows."""
         return rows.view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
 
-    def per_head(cache: Tensor) -> Tensor:
+    def per_head(vectors: _Vectors) -> Tensor:
         """[num_kv_heads, group, seq_len - first, head_dim], the group as a view: no key is copied per query head."""
-        tokens = cache.index_select(0, blocks).view(-1, num_kv_heads, head_dim)[: seq_len - first].float()
+        tokens = vectors.blocks(blocks, seq_len - first)
         return tokens.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
 
     query, output = by_group(query.float()), by_group(output)
-    key, value = per_head(key_cache), per_head(value_cache)
+    key, value = per_head(keys), per_head(values)
     for begin in range(0, query_len, QUERY_TILE):
         end = min(begin + QUERY_TILE, query_len)
         position = num_computed + begin  # of the tile's first row
         low = first if window is None else max(0, position - window + 1)
-        keys = slice(low - first, num_computed + end - first)
-        mask = query.new_full((end - begin, keys.stop - keys.start), -math.inf)
+        seen = slice(low - first, num_computed + end - first)
+        mask = query.new_full((end - begin, seen.stop - seen.start), -math.inf)
         if window is None:
             mask.triu_(position - low + 1)
         else:
             mask = mask.triu(position - low + 1) + mask.tril(position - low - window)
         output[:, :, begin:end] = torch.nn.functional.scaled_dot_product_attention(
-            query[:, :, begin:end], key[:, :, keys], value[:, :, keys], attn_mask=mask, scale=scale
+            query[:, :, begin:end], key[:, :, seen], value[:, :, seen], attn_mask=mask, scale=scale
         )
 
 

@@ -67,7 +67,8 @@ def make_inputs(
         num_blocks=num_blocks,
     )
     num_rows = rotated.pop("qkv").shape[1]
-    del rotated["num_heads"]
+    for name in ("num_heads", "key_scales", "value_scales"):
+        del rotated[name]
     linear = make_linear_inputs(
         dtype,
         torch.Generator(device).manual_seed(seed),

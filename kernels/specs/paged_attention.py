@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.kernel_op import Inputs, KernelOp, Tolerance
+from kernels.reference.kv_quantization import DTYPES, quantize
 from kernels.reference.paged_attention import paged_attention
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -42,8 +43,13 @@ def make_inputs(
     head_dim: int = 64,
     block_size: int = 16,
     window: int | None = None,
+    kv_dtype: str | None = None,
 ) -> Inputs:
-    """A pool that just holds `seq_lens`, the null block first and the requests' blocks scattered over the rest."""
+    """A pool that just holds `seq_lens`, the null block first and the requests' blocks scattered over the rest.
+
+    Args:
+        kv_dtype: of a quantized pool, "int8", "fp8_e4m3" or "int4"; None: `dtype`, without scales.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     blocks_per_request = [-(-seq_len // block_size) for seq_len in seq_lens]
     num_blocks = 1 + sum(blocks_per_request)
@@ -54,15 +60,25 @@ def make_inputs(
     query_start_loc = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32).to(device)
     cache_shape = (num_blocks, block_size, num_kv_heads, head_dim)
     query_shape = (sum(query_lens), num_heads, head_dim)
+    query = torch.randn(query_shape, dtype=dtype, device=device, generator=generator)
+    key_cache, value_cache = (
+        torch.randn(cache_shape, dtype=dtype, device=device, generator=generator) for _ in range(2)
+    )
+    key_scales = value_scales = None
+    if kv_dtype is not None:
+        key_cache, key_scales = quantize(key_cache, DTYPES[kv_dtype])
+        value_cache, value_scales = quantize(value_cache, DTYPES[kv_dtype])
     return {
-        "query": torch.randn(query_shape, dtype=dtype, device=device, generator=generator),
-        "key_cache": torch.randn(cache_shape, dtype=dtype, device=device, generator=generator),
-        "value_cache": torch.randn(cache_shape, dtype=dtype, device=device, generator=generator),
+        "query": query,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
         "block_table": block_table,
         "query_start_loc": query_start_loc,
         "seq_lens": torch.tensor(seq_lens, dtype=torch.int32, device=device),
         "scale": head_dim**-0.5,
         "window": window,
+        "key_scales": key_scales,
+        "value_scales": value_scales,
     }
 
 
@@ -75,9 +91,15 @@ def bytes_moved(inputs: Inputs) -> int:
         if query_len:
             num_keys += seq_len - first
             num_blocks += -(-seq_len // block_size) - first // block_size
-    bytes_per_key = 2 * key_cache[0, 0].nbytes
+    bytes_per_key = bytes_per_token(inputs)
     metadata = inputs["query_start_loc"].nbytes + inputs["seq_lens"].nbytes
     return 2 * inputs["query"].nbytes + num_keys * bytes_per_key + 4 * num_blocks + metadata
+
+
+def bytes_per_token(inputs: Inputs) -> int:
+    """One token's keys and values in all heads, with their scales."""
+    kept = (inputs[name] for name in ("key_cache", "value_cache", "key_scales", "value_scales"))
+    return sum(tensor[0, 0].nbytes for tensor in kept if tensor is not None)
 
 
 def flops(inputs: Inputs) -> int:
@@ -99,7 +121,8 @@ OP = KernelOp(
     name="paged_attention",
     reference=paged_attention,
     make_inputs=make_inputs,
-    # Outputs are averages of values of about 1; the weights are rounded to 8 (bfloat16) or 11 bits (float16).
+    # Outputs are averages of values of about 1; the weights, and quantized values, are rounded to 8 (bfloat16) or 11 bits
+    # (float16).
     tolerances={
         torch.float32: Tolerance(1e-5, 1e-5),
         torch.bfloat16: Tolerance(2e-2, 1.6e-2),

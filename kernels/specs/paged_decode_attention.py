@@ -16,6 +16,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1 at 1024, 32/8 x 128": _LARGE | {"seq_lens": [1024]},
     "1 at 32768, 32/8 x 128": _LARGE | {"seq_lens": [32768]},
     "64 at 1024, 32/8 x 128": _LARGE | {"seq_lens": [1024] * 64},
+    "64 at 1024, 32/8 x 128, int8": _LARGE | {"seq_lens": [1024] * 64, "kv_dtype": "int8"},
+    "64 at 1024, 32/8 x 128, fp8_e4m3": _LARGE | {"seq_lens": [1024] * 64, "kv_dtype": "fp8_e4m3"},
+    "64 at 1024, 32/8 x 128, int4": _LARGE | {"seq_lens": [1024] * 64, "kv_dtype": "int4"},
     "64 at 1 to 4096, 32/8 x 128": _LARGE | {"seq_lens": list(range(1, 4096, 64))},
     "8 at 512, 9/3 x 64": {"seq_lens": [512] * 8},
 }
@@ -32,6 +35,7 @@ def make_inputs(
     head_dim: int = 64,
     block_size: int = 16,
     window: int | None = None,
+    kv_dtype: str | None = None,
 ) -> Inputs:
     """The pool of `paged_attention`, of which each request's last position is asked for."""
     inputs = paged_attention.make_inputs(
@@ -45,6 +49,7 @@ def make_inputs(
         head_dim=head_dim,
         block_size=block_size,
         window=window,
+        kv_dtype=kv_dtype,
     )
     del inputs["query_start_loc"]
     return inputs
@@ -58,7 +63,7 @@ def bytes_moved(inputs: Inputs) -> int:
         first = 0 if window is None else max(0, seq_len - window)
         num_keys += seq_len - first
         num_blocks += -(-seq_len // block_size) - first // block_size
-    bytes_per_key = 2 * key_cache[0, 0].nbytes
+    bytes_per_key = paged_attention.bytes_per_token(inputs)
     return 2 * inputs["query"].nbytes + num_keys * bytes_per_key + 4 * num_blocks + inputs["seq_lens"].nbytes
 
 
@@ -74,7 +79,8 @@ OP = KernelOp(
     name="paged_decode_attention",
     reference=paged_decode_attention,
     make_inputs=make_inputs,
-    # Outputs are averages of values of about 1; the weights are rounded to 8 (bfloat16) or 11 bits (float16).
+    # Outputs are averages of values of about 1; the weights, and quantized values, are rounded to 8 (bfloat16) or 11 bits
+    # (float16).
     tolerances={
         torch.float32: Tolerance(1e-5, 1e-5),
         torch.bfloat16: Tolerance(2e-2, 1.6e-2),

@@ -8,10 +8,21 @@ import torch
 from torch import Tensor
 
 from kernels.kernel_op import Inputs, KernelOp, Tolerance
+from kernels.reference.kv_quantization import DTYPES
 from kernels.reference.rotary_and_store import rotary_and_store
+
+CACHES = ("key_cache", "value_cache", "key_scales", "value_scales")
 
 SHAPES: dict[str, dict[str, Any]] = {
     "decode 64, 32/8 x 128": {"num_tokens": 64, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "num_blocks": 513},
+    "decode 64, 32/8 x 128, int4": {
+        "num_tokens": 64,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "num_blocks": 513,
+        "kv_dtype": "int4",
+    },
     "prefill 8192, 32/8 x 128": {
         "num_tokens": 8192,
         "num_heads": 32,
@@ -35,38 +46,56 @@ def make_inputs(
     block_size: int = 16,
     num_blocks: int = 5,
     max_position: int = 512,
+    kv_dtype: str | None = None,
 ) -> Inputs:
-    """`num_tokens` distinct slots, in no order, outside the null block; positions anywhere."""
+    """`num_tokens` distinct slots, in no order, outside the null block; positions anywhere.
+
+    Args:
+        kv_dtype: of a quantized cache, "int8", "fp8_e4m3" or "int4"; None: `dtype`, without scales.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     usable = (num_blocks - 1) * block_size
     slots = torch.randperm(usable, device=device, generator=generator)[:num_tokens] + block_size
     frequencies = 10_000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim)
     angles = torch.arange(max_position, device=device)[:, None] * frequencies
     width = (num_heads + 2 * num_kv_heads) * head_dim
-    cache_shape = (num_blocks, block_size, num_kv_heads, head_dim)
     return {
         "qkv": torch.randn(num_tokens, width, dtype=dtype, device=device, generator=generator),
         "positions": torch.randint(max_position, (num_tokens,), device=device, generator=generator),
         "cos_sin_cache": torch.cat((angles.cos(), angles.sin()), dim=-1),
-        "key_cache": torch.zeros(cache_shape, dtype=dtype, device=device),
-        "value_cache": torch.zeros(cache_shape, dtype=dtype, device=device),
         "slot_mapping": slots,
         "num_heads": num_heads,
+        **empty_cache((num_blocks, block_size, num_kv_heads, head_dim), dtype, device, kv_dtype),
     }
 
 
 def bytes_moved(inputs: Inputs) -> int:
     """Every head in and out, and each token's position, slot and angles."""
     qkv: Tensor = inputs["qkv"]
-    angles = len(qkv) * inputs["cos_sin_cache"][0].nbytes
-    return 2 * qkv.nbytes + angles + inputs["positions"].nbytes + inputs["slot_mapping"].nbytes
+    num_tokens, num_elements = len(qkv), qkv.element_size() * inputs["num_heads"] * inputs["cos_sin_cache"].shape[1]
+    stored = sum(inputs[name][0, 0].nbytes for name in CACHES if inputs[name] is not None)
+    angles = inputs["cos_sin_cache"][0].nbytes
+    return qkv.nbytes + num_tokens * (num_elements + stored + angles + 8 + 8)
 
 
 def flops(inputs: Inputs) -> int:
-    """Two products and a sum per element of q and k."""
+    """Two products and a sum per element of q and k; what quantizing takes is not counted."""
     num_tokens, width = inputs["qkv"].shape
-    _, _, num_kv_heads, head_dim = inputs["value_cache"].shape
+    num_kv_heads, head_dim = inputs["value_cache"].shape[2], inputs["cos_sin_cache"].shape[1]
     return 3 * num_tokens * (width - num_kv_heads * head_dim)
+
+
+def empty_cache(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, kv_dtype: str | None
+) -> Inputs:
+    """`CACHES` of [num_blocks, block_size, num_kv_heads, head_dim]."""
+    *vectors, head_dim = shape
+    data_dtype = dtype if kv_dtype is None else DTYPES[kv_dtype]
+    width, num_scales = (head_dim // 2, 2) if data_dtype == torch.uint8 else (head_dim, 1)
+    cache: Inputs = {name: torch.zeros(*vectors, width, dtype=data_dtype, device=device) for name in CACHES[:2]}
+    if kv_dtype is None:
+        return cache | dict.fromkeys(CACHES[2:])
+    return cache | {name: torch.zeros(*vectors, num_scales, dtype=torch.float16, device=device) for name in CACHES[2:]}
 
 
 OP = KernelOp(

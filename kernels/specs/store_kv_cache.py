@@ -8,6 +8,7 @@ import torch
 
 from kernels.kernel_op import Inputs, KernelOp, Tolerance
 from kernels.reference.store_kv_cache import store_kv_cache
+from kernels.specs.rotary_and_store import CACHES, empty_cache
 
 SHAPES: dict[str, dict[str, Any]] = {
     "decode 64 x 8 x 128": {"num_tokens": 64, "num_kv_heads": 8, "head_dim": 128, "num_blocks": 513},
@@ -26,23 +27,25 @@ def make_inputs(
     head_dim: int = 80,
     block_size: int = 16,
     num_blocks: int = 5,
+    kv_dtype: str | None = None,
 ) -> Inputs:
-    """`num_tokens` distinct slots, in no order, outside the null block."""
+    """`num_tokens` distinct slots, in no order, outside the null block; `kv_dtype` as for `rotary_and_store`."""
     generator = torch.Generator(device).manual_seed(seed)
     usable = (num_blocks - 1) * block_size
     slots = torch.randperm(usable, device=device, generator=generator)[:num_tokens] + block_size
-    token_shape, cache_shape = (num_tokens, num_kv_heads, head_dim), (num_blocks, block_size, num_kv_heads, head_dim)
+    token_shape = (num_tokens, num_kv_heads, head_dim)
     return {
         "key": torch.randn(token_shape, dtype=dtype, device=device, generator=generator),
         "value": torch.randn(token_shape, dtype=dtype, device=device, generator=generator),
-        "key_cache": torch.zeros(cache_shape, dtype=dtype, device=device),
-        "value_cache": torch.zeros(cache_shape, dtype=dtype, device=device),
         "slot_mapping": slots,
+        **empty_cache((num_blocks, block_size, num_kv_heads, head_dim), dtype, device, kv_dtype),
     }
 
 
 def bytes_moved(inputs: Inputs) -> int:
-    return 2 * (inputs["key"].nbytes + inputs["value"].nbytes) + inputs["slot_mapping"].nbytes
+    stored = sum(inputs[name][0, 0].nbytes for name in CACHES if inputs[name] is not None)
+    read = inputs["key"].nbytes + inputs["value"].nbytes + inputs["slot_mapping"].nbytes
+    return read + len(inputs["key"]) * stored
 
 
 def flops(inputs: Inputs) -> int:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from backend.analysis.attention_shape import config_of_decoder
 from backend.analysis.kv_size import KVLayerGroup, kv_size, misquoted_llama_3_8b
 from backend.core.kv_cache_manager import KVGroupSpec
+from backend.core.kv_format import KV_FORMATS, PLAIN
 from backend.models.dummy import DUMMY_SHAPES
 from tests.analysis import published
 from tests.analysis.arithmetic import evaluate
@@ -130,10 +131,11 @@ def test_a_model_of_windows_alone_takes_the_same_at_any_length_beyond() -> None:
 @pytest.mark.parametrize("name", sorted(DUMMY_SHAPES))
 def test_the_engines_own_models_have_the_size_that_the_engine_gives_their_blocks(name: str) -> None:
     decoder = DUMMY_SHAPES[name]
-    kv = kv_size(config_of_decoder(decoder), "float16")
-    group = KVGroupSpec(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, dtype_bytes=2)
-    assert kv.bytes_per_token == group.bytes_per_token
-    assert kv.blocks(16).bytes_per_block == 16 * group.bytes_per_token
+    for kv_format in KV_FORMATS.values():
+        kv = kv_size(config_of_decoder(decoder), "float16" if kv_format is PLAIN else kv_format.name)  # type: ignore[arg-type]
+        group = KVGroupSpec(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, dtype_bytes=2, format=kv_format)
+        assert kv.bytes_per_token == group.bytes_per_token
+        assert kv.blocks(16).bytes_per_block == 16 * group.bytes_per_token
 
 
 def blocks_in_reach(window: int | None, num_tokens: int, block_size: int) -> int:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.components import live_charts, palette, run_charts
 from app.components.bars import Share, share_bar_html
-from app.components.chart_rows import MAX_ECDF_POINTS, Point, axis_end, ecdf_points
+from app.components.chart_rows import MAX_ECDF_POINTS, Point, axis_end, ecdf_points, line_rows
 from app.components.charts import ecdf, lines
-from backend.metrics.series import LivePoint
+from backend.metrics.series import MAX_POINTS, LivePoint, LiveSeries
+from backend.metrics.stats import StepStats
 
 finite = st.floats(min_value=1e-6, max_value=1e9)
 
@@ -50,37 +54,89 @@ def step(end_time: float, tokens: int, num_steps: int = 1) -> dict[str, Any]:
 LIVE = [live_charts.throughput, live_charts.requests, live_charts.kv_usage]
 
 
+def live(picture: Any, points: Sequence[LivePoint]) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """A picture's data as the page reads it, and its spec."""
+    data, spec = picture(live_charts.columns_of(points))
+    return data.to_pandas(), spec
+
+
 @pytest.mark.parametrize("picture", LIVE)
 def test_a_live_chart_changes_its_data_only(picture: Any) -> None:
-    empty, early, late = (picture(series(seconds)) for seconds in (0, 3, 300))
-    assert empty.spec == early.spec == late.spec
-    assert early.spec["height"] == 250
-    assert "data" not in early.spec
-    assert list(empty.data.columns) == list(late.data.columns)
-    assert len(late.data) > len(early.data)
+    (empty, first), (early, second), (late, third) = (live(picture, series(seconds)) for seconds in (0, 3, 300))
+    assert first == second == third
+    assert first["height"] == 250
+    assert "data" not in first
+    assert list(empty.columns) == list(late.columns)
+    assert len(late) > len(early)
 
 
 @pytest.mark.parametrize("picture", LIVE)
 def test_a_live_chart_is_the_same_whoever_draws_it(picture: Any) -> None:
-    drawn = picture(series(3)).spec
+    _, drawn = live(picture, series(3))
     drawn["layer"].clear()  # a renderer may write into what it is given
-    assert picture(series(3)).spec["layer"]
+    assert live(picture, series(3))[1]["layer"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 8, 9, 40])
+@pytest.mark.parametrize("interval", [0.25, 0.75, 4.0])
+def test_live_charts_draw_the_rows_of_a_line_chart(number: int, interval: float) -> None:
+    """Point by point, with the windows' means written out; of every size of the window, one point included."""
+    rng = np.random.default_rng(number)
+    points = [
+        LivePoint((i + 1) * interval, *rng.uniform(0, 900, 2).tolist(), *rng.integers(0, 9, 2).tolist(), rng.uniform())
+        for i in range(number)
+    ]
+
+    def window_mean(place: int, name: str) -> float:
+        end = points[place].time_s
+        inside = [p for p in points[: place + 1] if p.time_s > end - 2.0 or p is points[place]]
+        return statistics.fmean(getattr(p, name) for p in inside)
+
+    charts: dict[Any, dict[str, list[float]]] = {
+        live_charts.throughput: {
+            "output": [window_mean(place, "output_tok_s") for place in range(number)],
+            "input": [window_mean(place, "input_tok_s") for place in range(number)],
+        },
+        live_charts.requests: {"running": [p.running for p in points], "waiting": [p.waiting for p in points]},
+        live_charts.kv_usage: {"in use": [p.kv_cache_usage for p in points]},
+    }
+    for picture, lines_of in charts.items():
+        data, _ = live(picture, points)
+        expected = line_rows(
+            [Point(line, p.time_s, y) for line, ys in lines_of.items() for p, y in zip(points, ys, strict=True)],
+            dict.fromkeys(lines_of, "#000000"),
+            x_end=axis_end(max(10.0, 1.15 * interval * number)),
+            y_end=1.0 if picture is live_charts.kv_usage else None,
+        )
+        texts = ["kind", "series", "label"]
+        assert data[texts].fillna("nothing").equals(expected[texts].astype("str").fillna("nothing"))
+        np.testing.assert_allclose(data[["x", "y"]], expected[["x", "y"]].astype(float), rtol=1e-9, atol=1e-9)
+
+
+def test_a_live_chart_sends_no_more_rows_however_long_a_run_is() -> None:
+    """Ten hours of steps every 20 ms, a day, a month: two lines of a bounded series, a frame and two names."""
+    for hours in (0.1, 10, 24, 720):
+        points = LiveSeries()
+        for step_number in range(2000):
+            points.add(StepStats(0, 0, 20, 1, 18, 1, 2, 0, 2, 2, 2, 3, 0, 6, 1, 3), hours * 3600 * step_number / 2000)
+        for picture in LIVE:
+            assert len(live(picture, points.points())[0]) <= 2 * MAX_POINTS + 4
 
 
 def test_live_axes_grow_in_few_jumps() -> None:
-    ends = {live_charts.throughput(series(seconds)).data["x"].max() for seconds in range(1, 100)}
+    ends = {live(live_charts.throughput, series(seconds))[0]["x"].max() for seconds in range(1, 100)}
     assert len(ends) < 12
 
 
 def test_live_throughput_ends_at_the_mean_of_the_last_two_seconds() -> None:
-    data = live_charts.throughput(series(10)).data
+    data, _ = live(live_charts.throughput, series(10))
     last = data[(data["kind"] == "line") & (data["series"] == "input")]["y"].iloc[-1]
     assert last == pytest.approx(np.mean([7.0 * time for time in np.arange(8.25, 10.01, 0.25)]))
 
 
 def test_prefill_and_decode_keep_their_colours() -> None:
     stored, _ = split(run_charts.throughput([step(0.1, 3), step(0.2, 3)]))
-    for spec in (live_charts.throughput(series(3)).spec, stored):
+    for spec in (live(live_charts.throughput, series(3))[1], stored):
         scale = spec["layer"][1]["encoding"]["color"]["scale"]
         assert dict(zip(scale["domain"], scale["range"], strict=True)) == {"output": "#E69F00", "input": "#0072B2"}
 

@@ -83,6 +83,27 @@ def test_generate_samples_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert ids(1) != ids(2)
 
 
+def test_generate_gives_several_samples_of_a_prompt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each is what a request of its own with that seed gives; the prompt counts once."""
+    model = ["--model", str(make_tiny_llama(tmp_path / "tiny")), "--set", "model.device=cpu"]
+    arguments = ["generate", "a long question", *model, "--raw", "--max-tokens", "8", "--temperature", "1.5"]
+    document = run_json(capsys, *arguments, "--seed", "3", "--n", "3")
+    assert set(document) == {"prompt_token_ids", "samples", "metrics"}
+    assert document["metrics"]["input_tokens"] == len(document["prompt_token_ids"]) == 15
+    assert document["metrics"]["output_tokens"] == sum(len(sample["token_ids"]) for sample in document["samples"])
+    seeds = [sample["seed"] for sample in document["samples"]]
+    assert (seeds[0], len(set(seeds))) == (3, 3)
+    for sample in document["samples"]:
+        alone = run_json(capsys, *arguments, "--seed", str(sample["seed"]))
+        assert (sample["token_ids"], sample["text"]) == (alone["token_ids"], alone["text"])
+        assert 0 < sample["metrics"]["ttft_ms"] <= sample["metrics"]["e2el_ms"]
+    assert len({sample["text"] for sample in document["samples"]}) == 3
+    assert main([*arguments, "--seed", "3", "--n", "3"]) == 0
+    headed = [f"--- sample {i + 1} of 3, seed {sample['seed']}" for i, sample in enumerate(document["samples"])]
+    written = [f"{head}\n{sample['text']}\n" for head, sample in zip(headed, document["samples"], strict=True)]
+    assert capsys.readouterr().out == "".join(written)
+
+
 def test_generate_streams_text_and_nothing_else_to_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hi", *SMALL, "--max-tokens", "3"]) == 0
     captured = capfd.readouterr()

@@ -65,6 +65,7 @@ def tick(page: Page, *rows: int) -> None:
 
 
 def test_first_run_is_watched_reloaded_and_finished(dashboard: Dashboard, page: Page, chromium: Browser) -> None:
+    """Whatever its viewers do, it is one run that goes on (streamlit/streamlit#14524): reload, another page, another size."""
     visit(page, dashboard.url)
     expect(page).to_have_url(f"{dashboard.url}/run")
     expect(page.get_by_text("Nothing has run yet")).to_be_visible()
@@ -81,6 +82,10 @@ def test_first_run_is_watched_reloaded_and_finished(dashboard: Dashboard, page: 
     page.reload()
     expect(progress).to_contain_text(re.compile(r"running \d+ of 16"))
     expect(page.get_by_role("heading", name="Run #1")).to_be_visible()
+    visit(page, f"{dashboard.url}/history")
+    page.set_viewport_size({"width": 800, "height": 700})
+    visit(page, f"{dashboard.url}/run")
+    expect(page.get_by_role("heading", name="Run #1")).to_be_visible()
     other = chromium.new_page()
     visit(other, f"{dashboard.url}/run")
     expect(other.get_by_role("heading", name="Run #1")).to_be_visible()
@@ -90,6 +95,7 @@ def test_first_run_is_watched_reloaded_and_finished(dashboard: Dashboard, page: 
     run = dashboard.repository.get(1)
     assert run is not None
     assert (run.status, run.workload["output_len"]) == ("finished", OUTPUT_TOKENS)
+    assert [item.run_id for item in dashboard.repository.list()] == [1]
     assert run.summary is not None
     assert run.summary["num_failed"] == 0
     assert len([row for row in dashboard.repository.requests(1) if not row["warmup"]]) == 16

@@ -17,20 +17,22 @@ from backend.core.kv_cache_manager import KVGroupSpec
 from backend.core.kv_layouts import resolve_layout
 from backend.core.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
 from backend.core.scheduler_factory import make_scheduler
-from backend.request import Request
+from backend.core.swapping import SwappingKVCacheManager
+from backend.request import Request, sample_ids
 from backend.sampling_params import SamplingParams
 
 VOCAB = 50_000
+GROUP = KVGroupSpec(1, 1, 1, 1)
 
 
-def next_token(token_ids: Sequence[int]) -> int:
-    return zlib.crc32(repr(list(token_ids)).encode()) % VOCAB
+def next_token(token_ids: Sequence[int], seed: int = 0) -> int:
+    return zlib.crc32(repr((seed, list(token_ids)) if seed else list(token_ids)).encode()) % VOCAB
 
 
-def generate(prompt: Sequence[int], num_tokens: int) -> list[int]:
+def generate(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
     token_ids = list(prompt)
     for _ in range(num_tokens):
-        token_ids.append(next_token(token_ids))
+        token_ids.append(next_token(token_ids, seed))
     return token_ids[len(prompt) :]
 
 
@@ -38,6 +40,7 @@ def generate(prompt: Sequence[int], num_tokens: int) -> list[int]:
 class _Known:
     token_ids: list[int]
     blocks: list[int]
+    seed: int
 
 
 @dataclass
@@ -47,7 +50,8 @@ class PagedMachine:
     known: dict[str, _Known] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.slots: list[int | None] = [None] * (self.num_blocks + 1) * self.block_size
+        self.slots: list[int | None] = [None for _ in range((self.num_blocks + 1) * self.block_size)]
+        self.host: dict[int, list[int | None]] = {}
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in (*scheduled.finished_request_ids, *scheduled.preempted_request_ids):
@@ -55,9 +59,17 @@ class PagedMachine:
         assert list(scheduled.num_scheduled_tokens) == list(scheduled.kinds)
         for new in scheduled.new_requests:
             assert new.request_id not in self.known
-            self.known[new.request_id] = _Known(list(new.token_ids), list(new.block_ids[0]))
+            self.known[new.request_id] = _Known(list(new.token_ids), list(new.block_ids[0]), new.sampling_params.seed)
         for request_id, block_ids in scheduled.new_block_ids.items():
             self.known[request_id].blocks.extend(block_ids[0])
+        assert not (scheduled.swapped_out and scheduled.num_swapped == 0)
+        for block, host_block in scheduled.swapped_out:
+            self.host[host_block] = self._contents(block)
+        for host_block, block in scheduled.swapped_in:
+            self.slots[block * self.block_size : (block + 1) * self.block_size] = self.host[host_block]
+        copied = [(destination, self._contents(source)) for source, destination in scheduled.block_copies]
+        for destination, contents in copied:
+            self.slots[destination * self.block_size : (destination + 1) * self.block_size] = contents
         sampled = {}
         rows = zip(scheduled.num_scheduled_tokens.items(), scheduled.num_computed_tokens, strict=True)
         for (request_id, num_tokens), start in rows:
@@ -67,10 +79,13 @@ class PagedMachine:
                 self.slots[self._slot(state, position)] = state.token_ids[position]
             if end == len(state.token_ids):
                 read = [self.slots[self._slot(state, position)] for position in range(end)]
-                token_id = next_token(read)  # type: ignore[arg-type]
+                token_id = next_token(read, state.seed)  # type: ignore[arg-type]
                 state.token_ids.append(token_id)
                 sampled[request_id] = [token_id]
         return ModelRunnerOutput(sampled)
+
+    def _contents(self, block: int) -> list[int | None]:
+        return self.slots[block * self.block_size : (block + 1) * self.block_size]
 
     def _slot(self, state: _Known, position: int) -> int:
         block = state.blocks[position // self.block_size]
@@ -96,6 +111,7 @@ class Lab:
     batching: str = "continuous"
     policy: str = "fcfs"
     layout: str = "paged"
+    swap_blocks: int = 0  # of host memory; with some, preempted requests are swapped
 
     def __post_init__(self) -> None:
         key = prefix_key(model="a machine") if self.prefix_caching else None
@@ -108,10 +124,12 @@ class Lab:
                 "scheduler.max_num_batched_tokens": self.max_num_batched_tokens,
                 "scheduler.batching": self.batching,
                 "scheduler.policy": self.policy,
+                "scheduler.preemption": "swap" if self.swap_blocks else "recompute",
+                "cache.swap_bytes": max(1, self.swap_blocks * self.block_size * GROUP.bytes_per_token),
                 "model.max_model_len": self.max_model_len or self.num_blocks * self.block_size,
             }
         )
-        self.scheduler = make_scheduler(resolve_layout(config)[0], [KVGroupSpec(1, 1, 1, 1)], key)
+        self.scheduler = make_scheduler(resolve_layout(config)[0], [GROUP], key)
         self.manager = self.scheduler.kv_cache_manager
         self.machine = PagedMachine(self.num_blocks, self.block_size)
         self.tokens: dict[str, list[int]] = {}
@@ -134,6 +152,25 @@ class Lab:
         self.scheduler.add_request(request)
         self.tokens[request_id] = []
         return request
+
+    def add_samples(
+        self, request_id: str, prompt: Sequence[int], n: int, max_tokens: Sequence[int], **sampling: object
+    ) -> list[Request]:
+        """The samples of one prompt, each with its own `max_tokens`."""
+        requests = []
+        for index, (sample_id, count) in enumerate(zip(sample_ids(request_id, n), max_tokens, strict=True)):
+            params = SamplingParams(max_tokens=count, **sampling).sample(index)  # type: ignore[arg-type]
+            requests.append(
+                Request(sample_id, list(prompt), params, frozenset(), 0.0, parent_id=request_id, sample_index=index)
+            )
+            self.tokens[sample_id] = []
+        self.scheduler.add_samples(requests)
+        return requests
+
+    def abort(self, request_id: str) -> None:
+        output = self.scheduler.abort_request(request_id)
+        assert output is not None
+        self.take(output)
 
     def step(self) -> list[RequestOutput]:
         """Schedule a step and take the oldest result that is due; without anything to schedule, the oldest there is."""
@@ -179,6 +216,8 @@ class Lab:
                 pool = self.manager.pool
                 assert pool.num_free_blocks + pool.num_evictable_blocks == self.num_blocks
                 assert self.prefix_caching or not pool.num_evictable_blocks
+                if isinstance(self.manager, SwappingKVCacheManager):
+                    assert self.manager.swap_space.num_free_blocks == self.swap_blocks
                 return self.tokens
             self.step()
         raise AssertionError(f"not drained after {limit} steps")

@@ -19,6 +19,7 @@ def request_of(request_id: str, num_tokens: int = 1) -> Request:
 
 
 def test_a_failed_allocation_changes_nothing() -> None:
+    """Else it keeps the first blocks of several (inference-sim/inference-sim#200)."""
     manager = KVCacheManager(3, 4, [KVGroupSpec(1, 1, 1, 1)])
     request = request_of("a")
     assert manager.allocate_slots(request, 4) is not None
@@ -49,7 +50,10 @@ def test_bytes_per_token_of_llama_3_8b_in_bf16() -> None:
 
 
 def test_a_thousand_requests_in_turn_and_at_once_leave_the_pool_whole() -> None:
-    """PC-3: a small pool, lengths around the block size, single tokens and aborts."""
+    """A small pool, lengths around the block size, single tokens and aborts.
+
+    With a count off by one it would shrink by a block per request (Wenyueh/MinivLLM#87).
+    """
     rng = random.Random(3)
     for at_once in (1, 8):
         lab = Lab(num_blocks=20, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)

@@ -108,7 +108,7 @@ def test_prefill_first_runs_the_steps_of_the_model(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_only_prefill_first_starves_decodes_while_prompts_keep_arriving(policy: str) -> None:
-    """SC-6, the fault itself, on purpose."""
+    """The fault itself, on purpose (sgl-project/sglang#32549)."""
     lab = Lab(policy=policy, num_blocks=4000, max_num_seqs=300, max_num_batched_tokens=64, max_model_len=256)
     lab.add("d", prompt_of(5), 40)
     lab.step()

@@ -29,7 +29,10 @@ def run_one(lab: Lab, key: str, prompt: list[int], max_tokens: int = 4) -> Reque
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 64, 65])
 def test_a_prompt_asked_again_runs_its_last_tokens_only(length: int, block_size: int, ahead: int) -> None:
-    """PC-1: all full blocks are found, but never the last token, which has to run for the next one to be sampled."""
+    """All full blocks are found, but never the last token, which has to run for the next one to be sampled.
+
+    With a prompt that is all cached nothing would be left to run (GeeeekExplorer/nano-vllm#144, vllm-project/vllm#17999).
+    """
     lab = Lab(block_size=block_size, num_blocks=400 // block_size, prefix_caching=True, ahead=ahead)
     prompt = prompt_of(length)
     assert run_one(lab, "first", prompt).num_cached_tokens == 0
@@ -74,7 +77,7 @@ def test_what_is_found_ends_before_the_first_token_that_differs(differs_at: int)
 def test_prompts_that_are_nearly_equal_do_not_get_each_others_blocks(
     change: Callable[[list[int]], list[int]], found: int
 ) -> None:
-    """PC-5: a block's name holds whole ids, their order and everything before."""
+    """A block's name holds whole ids, their order and everything before (waybarrios/vllm-mlx#444 kept 8 bits of an id)."""
     lab = Lab(block_size=4, prefix_caching=True)
     prompt = prompt_of(32)
     run_one(lab, "a", prompt)
@@ -118,9 +121,9 @@ def test_the_one_used_longest_ago_is_evicted_and_the_end_of_a_prompt_before_its_
     # Four blocks hold nothing; six more are taken for 39 tokens: two evicted, the last ones of `old`.
     assert run_one(lab, "large", prompt_of(23, 3), max_tokens=1).num_cached_tokens == 0
     assert lab.manager.num_cached_tokens == 24 + 20
-    found, _ = lab.manager.get_computed_blocks(Request("x", old, SamplingParams(), frozenset(), 0.0))
+    found = lab.manager.get_computed_blocks(Request("x", old, SamplingParams(), frozenset(), 0.0)).block_ids
     assert len(found[0]) == 2
-    found, _ = lab.manager.get_computed_blocks(Request("y", newer, SamplingParams(), frozenset(), 0.0))
+    found = lab.manager.get_computed_blocks(Request("y", newer, SamplingParams(), frozenset(), 0.0)).block_ids
     assert len(found[0]) == 4
 
 
@@ -195,17 +198,17 @@ def test_two_groups_have_chains_of_their_own() -> None:
     """The same tokens have other KV in another group, and a hit needs both."""
     manager = KVCacheManager(20, 4, [KVGroupSpec(1, 1, 1, 1), KVGroupSpec(1, 2, 1, 1, window=8)], prefix_key(model="m"))
     request = Request("a", list(range(9)), SamplingParams(), frozenset(), 0.0)
-    manager.take_computed_blocks(request, manager.get_computed_blocks(request)[0])
+    manager.take_computed_blocks(request, manager.get_computed_blocks(request))
     assert manager.allocate_slots(request, 9) is not None
     request.num_computed_tokens = 9
     manager.cache_blocks(request)
     held = manager.snapshot().block_ids["a"]
     assert manager.num_cached_tokens == 8
     again = Request("b", list(range(9)), SamplingParams(), frozenset(), 0.0)
-    found, num_tokens = manager.get_computed_blocks(again)
+    found, num_tokens, _ = manager.get_computed_blocks(again)
     assert (found, num_tokens) == ([held[0][:2], held[1][:2]], 8)
     manager.pool.uncache([held[1][1]])
-    found, num_tokens = manager.get_computed_blocks(again)
+    found, num_tokens, _ = manager.get_computed_blocks(again)
     assert (found, num_tokens) == ([held[0][:1], held[1][:1]], 4)
 
 
@@ -228,7 +231,10 @@ def test_a_pool_keeps_one_block_for_each_content() -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic_over_few_prefixes_gives_the_tokens_of_each_prompt_alone(seed: int, ahead: int) -> None:
-    """PC-3: a pool that evicts and preempts, prompts that begin alike and part anywhere, aborts and resets in between.
+    """A pool that evicts and preempts, prompts that begin alike and part anywhere, aborts and resets in between.
+
+    A count off by one, or a name that outlives its block, loses blocks or gives them to the wrong prompt
+    (Wenyueh/MinivLLM#87, xLLM-AI/xllm#828).
 
     In the end every block that can be found holds what its name says, and after a reset the pool is free.
     """

@@ -15,7 +15,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("block_size", [1, 2, 16])
 @pytest.mark.parametrize("budget", [1, 3, 16, 17, 32, 33, 500])
 def test_chunks_of_any_size_give_the_tokens_of_the_whole_prompt(block_size: int, budget: int) -> None:
-    """Prompts around block and budget edges, beside running decodes (SC-5)."""
+    """Prompts around block and budget edges, beside running decodes (vllm-project/vllm#7380, #4139)."""
     lab = Lab(num_blocks=1024 // block_size, block_size=block_size, max_num_batched_tokens=budget, max_num_seqs=16)
     prompts = {f"p{length}": prompt_of(length) for length in (1, 15, 16, 17, 31, 32, 33, 64, 65)}
     for key, prompt in prompts.items():
@@ -53,7 +53,10 @@ def test_the_request_admitted_last_is_preempted_first() -> None:
 
 
 def test_a_request_may_fill_the_whole_pool_and_then_ends_by_length() -> None:
-    """Fits at first, cannot finish: ends when the pool is full, its neighbour unharmed (SC-1)."""
+    """Fits at first, cannot finish: ends when the pool is full, its neighbour unharmed.
+
+    It might as well preempt itself for ever (vllm-project/vllm#39734).
+    """
     lab = Lab(num_blocks=16, block_size=4)
     long, short = prompt_of(50), prompt_of(5)
     lab.add("long", long, max_tokens=100)
@@ -65,7 +68,10 @@ def test_a_request_may_fill_the_whole_pool_and_then_ends_by_length() -> None:
 
 
 def test_no_decode_waits_while_long_prompts_keep_arriving() -> None:
-    """SC-6, counted in steps: with a budget above the number of decodes none of them misses one."""
+    """Counted in steps: with a budget above the number of decodes none of them misses one.
+
+    Where prompts come first, they starve running decodes (sgl-project/sglang#32549).
+    """
     lab = Lab(num_blocks=40_000, block_size=16, max_num_seqs=300, max_num_batched_tokens=512, max_model_len=8192)
     for index in range(4):
         lab.add(f"d{index}", prompt_of(20, index), max_tokens=400)
@@ -141,6 +147,7 @@ def test_a_free_slot_is_used_at_once() -> None:
     "when", ["waiting", "half prefilled", "decoding", "preempted", "twice", "unknown", "after the end"]
 )
 def test_abort_gives_every_block_back_wherever_the_request_stands(when: str) -> None:
+    """And nobody else notices (vllm-project/vllm#52969, #49118)."""
     lab = Lab(num_blocks=8, block_size=4, max_num_batched_tokens=8)
     other = prompt_of(4, 9)
     lab.add("other", other, max_tokens=12)
@@ -174,7 +181,7 @@ def test_abort_gives_every_block_back_wherever_the_request_stands(when: str) -> 
 
 
 def test_abort_between_schedule_and_update_is_not_answered_again() -> None:
-    """The step that yields the last token is in flight when the abort arrives (SC-7)."""
+    """The step that yields the last token is in flight when the abort arrives (vllm-project/vllm#52969)."""
     lab = Lab()
     lab.add("a", prompt_of(4), max_tokens=1)
     scheduled = lab.scheduler.schedule()

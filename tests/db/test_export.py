@@ -1,3 +1,5 @@
+"""Exports: foreign text is no formula, and numbers stay numbers (roboflow/inference#2578, Countly/countly-server#7877)."""
+
 from __future__ import annotations
 
 import csv

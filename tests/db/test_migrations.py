@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,11 +16,11 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, inspect, text
 
 from db.migrations.schema import HEAD, alembic_config, check_schema
-from db.models import Base, SampleRow
+from db.models import Base, SampleRow, StepRow
 from db.repository import RunRepository
-from db.run_rows import sample_row
+from db.run_rows import sample_row, step_row
 from db.session import Database, migrating_connection
-from tests.db.records import CONFIG, ROOT, WORKLOAD, make_sample
+from tests.db.records import CONFIG, ROOT, WORKLOAD, make_sample, make_step
 
 TABLES = {"runs", "requests", "steps", "samples", "chunks", "kernel_results"}
 
@@ -55,8 +56,10 @@ def test_tables_are_created_exactly_as_the_models_would(engine: Engine, tmp_path
     def schema(engine: Engine) -> dict[str, set[str]]:
         with engine.connect() as connection:
             rows = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")).all()
-        # A column that was added later stands in the last line, before the closing bracket.
-        parts = {name: {part.strip(" \t\n,)") for part in sql.split("\n")} - {""} for name, sql in rows}
+        # Columns that were added later stand in the last line, before the closing bracket.
+        parts = {
+            name: {part.strip(" \t\n,)") for part in re.split(r"\n|, (?![^(]*\))", sql)} - {""} for name, sql in rows
+        }
         return {name: part for name, part in parts.items() if name != "alembic_version"}
 
     assert schema(engine) == schema(other)
@@ -96,6 +99,23 @@ def test_an_old_database_is_migrated_when_it_is_opened(url: str) -> None:
         new, {"experiment": "bench", "op": "a", "implementation": "launch", "shape": "s"} | {"dtype": "float32"}
     )
     assert len(repository.kernel_results(new)) == 1
+    database.close()
+
+
+def test_steps_of_older_runs_have_swapped_nothing(url: str) -> None:
+    database = Database.open(url)
+    run_id = RunRepository(database).create(CONFIG, WORKLOAD)
+    RunRepository(database).record(run_id, {}, {StepRow: [step_row(run_id, make_step(0, swapped_bytes=2**40), 0.0)]})
+    assert [step["swapped_bytes"] for step in RunRepository(database).steps(run_id)] == [2**40]
+    database.close()
+    old = create_engine(url)
+    with old.begin() as connection:
+        command.downgrade(alembic_config(connection), "0002")
+    old.dispose()
+    database = Database.open(url)
+    (step,) = RunRepository(database).steps(run_id)
+    names = ("num_swapped", "num_swapped_out_blocks", "num_swapped_in_blocks", "swapped_bytes")
+    assert [step[name] for name in names] == [0] * 4
     database.close()
 
 

@@ -1,4 +1,8 @@
-"""Several programs on one database, and programs that are killed."""
+"""Several programs on one database, and programs that are killed.
+
+An open dashboard may lock the writer out, whose rows are then lost (gradio-app/trackio#133, aimhubio/aim#1299); a killed run
+may stay "running" for ever, or pass for finished (NovaSky-AI/SkyRL#1516, Netflix/metaflow#1112).
+"""
 
 from __future__ import annotations
 

@@ -221,6 +221,27 @@ def test_requests_are_relative_to_the_start_and_carry_their_latencies(repository
     assert (short["ttft_ms"], short["tpot_ms"]) == (pytest.approx(1000), None)
 
 
+def test_times_of_requests_leave_out_what_grows_with_their_tokens(repository: RunRepository) -> None:
+    run_id = repository.create(CONFIG, WORKLOAD)
+    stats = [make_request(1), make_request(0), make_request(0, request_id="w", warmup=True)]
+    repository.record(run_id, {}, {RequestRow: [request_row(run_id, item, 100.0) for item in stats]})
+    long = {"emission_times", "emission_tokens", "prompt", "text", "token_ids"}
+    expected = [{key: row[key] for key in row.keys() - long} for row in repository.requests(run_id)]
+    assert repository.request_times(run_id) == expected
+    assert [row["request_id"] for row in expected] == ["w", "r0", "r1"]
+    assert repository.emission_times(run_id, "r1") == [2.0, 2.1, 2.4]
+    assert repository.emission_times(run_id, "r9") == repository.emission_times(run_id + 1, "r1") == []
+
+
+def test_times_of_steps(repository: RunRepository) -> None:
+    run_id = repository.create(CONFIG, WORKLOAD)
+    add_steps(repository, run_id, [make_step(2), make_step(0), make_step(1, duration_ms=float("nan")), make_step(3)])
+    times = repository.step_times(run_id)
+    assert [step for step, _, _ in times] == [0, 2, 3], "one was not timed"
+    assert times[1] == (2, pytest.approx(1.0 - 0.02), pytest.approx(1.0))
+    assert repository.step_times(run_id, from_step=1) == times[1:]
+
+
 def test_steps_one_by_one(repository: RunRepository) -> None:
     run_id = repository.create(CONFIG, WORKLOAD)
     steps = [make_step(1, duration_ms=float("nan")), make_step(0, num_free_blocks=0, num_evictable_blocks=0)]

@@ -87,8 +87,7 @@ def serve(
         for request_id, count in list(abort_after.items()):
             if sum(len(event.token_ids) for event in events[request_id]) == count:
                 del abort_after[request_id]
-                aborted = engine.abort_request(request_id)
-                if aborted is not None:
+                for aborted in engine.abort_request(request_id):
                     take(aborted)
         pool.check_integrity()
     assert pool.pool.num_referenced_blocks == 0

@@ -36,7 +36,8 @@ def end_of(answer: Answer) -> tuple[str, int, str | None]:
     return answer.text, len(answer.token_ids), answer.finish_reason
 
 
-# DT-5: every id that any file names as the end
+# Every id that any file names as the end: to read only one of them, or only the first (oobabooga/textgen#5885,
+# vllm-project/vllm#4182), lets a chat run on into a second turn.
 
 EOS_IDS = {"endoftext": ENDOFTEXT, "im_start": IM_START, "im_end": IM_END, "text": 57, "no text": NO_TEXT}
 LETTERS = dict(zip(EOS_IDS, "abcde", strict=True))
@@ -276,7 +277,7 @@ def test_random_stops_and_limits_end_where_the_text_says(engine: EngineHost) -> 
     check_idle(engine)
 
 
-# DT-1: half characters
+# Half characters: tokens decoded one by one tear them apart (antonellof/ferrox#124, exo-explore/exo#1691)
 
 
 @pytest.mark.parametrize("stop", [(), ("z😀",), ("😀",)])

@@ -107,7 +107,10 @@ def test_a_request_that_can_never_be_served_is_refused_at_once(
 
 
 def test_a_prompt_longer_than_the_pool_names_both_numbers(host: EngineHost, tiny_llama: Path) -> None:
-    """SC-1: the pool, not the model's context of 1,024, is the limit here, and the run is told."""
+    """It would block the queue for ever (vllm-project/vllm#39734).
+
+    The pool, not the model's context of 1,024, is the limit here, and the run is told.
+    """
     info = host.load(config_of(tiny_llama, cache__num_blocks=4))
     assert info.resolved_config.model.max_model_len == 64
     assert any("64 tokens instead of 1,024" in notice for notice in info.notices)
@@ -348,7 +351,10 @@ def test_a_step_that_fails_ends_every_request_with_the_cause(tiny_llama: Path) -
 
 
 def test_damaged_weights_end_one_request_and_its_blocks_come_back_clean(tiny_llama: Path, tmp_path: Path) -> None:
-    """LD-6: a NaN in one embedding row; the pool is so small that its blocks are used again at once."""
+    """The largest of NaN logits is id 0, which prints '!' (QwenLM/Qwen3#761).
+
+    A NaN in one embedding row; the pool is so small that its blocks are used again at once.
+    """
     prompts = {key: [index, 7] for index, key in enumerate("abc")}
     expected = {key: dense_greedy(tiny_llama, prompt, 8) for key, prompt in prompts.items()}
     damaged = next(token_id for token_id in range(10, 512) if all(token_id not in ids for ids in expected.values()))

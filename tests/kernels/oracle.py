@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.kv_oracle import decoded
+
 HEAD_DIMS = [64, 80, 96, 128, 192, 256]
 HEADS = [(1, 1), (9, 3), (14, 2), (12, 4), (24, 1), (32, 8)]  # query heads, KV heads
 # The interpreter multiplies bfloat16 matrices wrongly, without a word.
@@ -36,9 +38,12 @@ def naive_attention(
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """The definition in float64: per row and head, look up each visible position's slot, weigh and sum."""
-    query, key_cache, value_cache = (t.detach().double().cpu() for t in (query, key_cache, value_cache))
+    query = query.detach().double().cpu()
+    key_cache, value_cache = decoded(key_cache, key_scales), decoded(value_cache, value_scales)
     output = torch.zeros_like(query)
     block_size, group = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
     for r, seq_len in enumerate(seq_lens.tolist()):

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops.paged_attention import TileSizes, paged_attention
+from kernels.ops.attention_tiles import TileSizes
+from kernels.ops.paged_attention import paged_attention
 from kernels.reference.paged_attention import paged_attention as reference
 from kernels.registry import REGISTRY
 from tests.kernels.oracle import GuardBands

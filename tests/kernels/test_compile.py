@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.ops import (
+    attention_tiles,
     decode_positions,
     embed_tokens,
     norm_gated_linear,
@@ -26,6 +27,7 @@ from kernels.ops import (
     paged_decode_attention,
     record_tokens,
     rms_norm,
+    rotary_and_store,
     store_kv_cache,
 )
 from kernels.ops.projection import Tiles, default_tiles
@@ -35,8 +37,10 @@ TYPES = {
     "*i32": "block_table query_start_loc seq_lens arrivals",
     "*fp32": "cos_sin_cache square_sums next_square_sums partial partial_max partial_sum",
     "*i1": "finite",
+    "*fp16": "key_scales value_scales scales",
 }
 POINTERS = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in names.split()}
+CODES = {"int8": "*i8", "fp8_e4m3": "*u8", "int4": "*u8"}
 CONSUMER_SHARED_BYTES = 99 * 1024  # what a consumer card gives one program
 HOPPER_SHARED_BYTES = 227 * 1024
 
@@ -44,6 +48,8 @@ HOPPER_SHARED_BYTES = 227 * 1024
 def shared_bytes(kernel, constants, num_warps=4, num_stages=2, without=(), boxes={}):
     # What is only asked for inside a kernel (a size, a flag of another version) need not be named here.
     constants = {"PDL": False, "SMALL": not boxes, "TMA": bool(boxes)} | constants
+    if constants.get("FORMAT") is None:
+        constants |= {"FORMAT": None, "key_scales_ptr": None, "value_scales_ptr": None}
     constants |= dict.fromkeys(without, None)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attributes = {}, {}
@@ -53,11 +59,13 @@ def shared_bytes(kernel, constants, num_warps=4, num_stages=2, without=(), boxes
         elif name in boxes:
             signature[name] = f"tensordesc<bf16{boxes[name]}>"
         elif name.endswith("_ptr"):
-            signature[name] = POINTERS.get(name, "*bf16")
+            quantized = CODES.get(constants.get("FORMAT")) if "cache" in name and name != "cos_sin_cache_ptr" else None
+            signature[name] = quantized or POINTERS.get(name, "*bf16")
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name in ("eps", "scale") else "i32"
-            if name in ("stride_x_token", "stride_weight_row", "num_columns"):
+            aligned = constants.get("FORMAT") is not None and "cache" in name  # bytes are loaded by 16
+            if aligned or name in ("stride_x_token", "stride_weight_row", "num_columns"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": constants.get("PDL", False)}
@@ -85,7 +93,7 @@ for grows in (False, True):
 assert shared_bytes(decode_positions._decode_positions_kernel, {"BLOCK_SIZE": 16, "BLOCK": 128}) <= CONSUMER_SHARED_BYTES
 
 for num_tokens, head_dim, window in ((8, 80, None), (512, 128, 1000), (512, 256, None)):
-    tiles = paged_attention.tile_sizes(num_tokens, 8, 3, head_dim, 2)
+    tiles = attention_tiles.tile_sizes(num_tokens, 8, 3, head_dim, 2)
     constants = {"GROUP": 3, "HEAD_DIM": head_dim, "BLOCK_SIZE": 24, "WINDOW": window, "PDL": window is None}
     constants |= {name.upper(): size for name, size in tiles._asdict().items()}
     shared = shared_bytes(paged_attention._paged_attention_kernel, constants, tiles.num_warps, tiles.num_stages)
@@ -97,6 +105,23 @@ for num_splits, head_dim, window, pdl in ((1, 64, None, False), (4, 64, None, Tr
     constants |= {"BLOCK_D": triton.next_power_of_2(head_dim), "TEAM": min(num_splits, 8)}
     constants |= {"BLOCK_TEAMS": max(1, num_splits // 8), "CHUNK": min(num_splits, 4)}
     assert shared_bytes(paged_decode_attention._paged_decode_attention_kernel, constants, 4, 2) <= CONSUMER_SHARED_BYTES
+
+constants = {"GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": None, "PDL": True}
+sizes = {"NUM_SPLITS": 8, "MIN_KEYS": 64, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128, "BLOCK_G": 4}
+sizes |= {"TEAM": 8, "BLOCK_TEAMS": 1, "CHUNK": 8}
+for kv_format in CODES:
+    sizes |= constants | {"FORMAT": kv_format}
+    shared = shared_bytes(paged_decode_attention._paged_decode_attention_kernel, sizes, 4, 2)
+    assert shared <= CONSUMER_SHARED_BYTES, (kv_format, shared)
+tiles = attention_tiles.tile_sizes(512, 1, 4, 128, 2)
+sizes = constants | {"FORMAT": "int4"} | {name.upper(): size for name, size in tiles._asdict().items()}
+shared = shared_bytes(paged_attention._paged_attention_kernel, sizes, tiles.num_warps, tiles.num_stages)
+assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
+sizes = {"BLOCK_SIZE": 24, "NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 128, "FORMAT": "int4", "NUM_SCALES": 2}
+sizes |= {"BLOCK_HEADS": 16, "BLOCK_HALF": 64, "LEVELS": 6}
+assert shared_bytes(rotary_and_store._rotary_and_quantize_kernel, sizes) <= CONSUMER_SHARED_BYTES
+sizes |= {"HEAD_DIM": 80, "BLOCK_HEADS": 4, "FORMAT": "fp8_e4m3", "NUM_SCALES": 1}
+assert shared_bytes(store_kv_cache._quantize_vectors_kernel, sizes) <= CONSUMER_SHARED_BYTES
 
 EVERYTHING = {"BIAS": True, "RESIDUAL": True, "NEXT_NORM": True, "EVEN_K": False, "BLOCK_PARTS": 64}
 NOTHING = {"BIAS": False, "RESIDUAL": False, "NEXT_NORM": False, "EVEN_K": True, "BLOCK_PARTS": 0}

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from kernels.ops.paged_attention import paged_attention, tile_sizes
+from kernels.ops.attention_tiles import tile_sizes
+from kernels.ops.paged_attention import paged_attention
 from kernels.specs.paged_attention import make_inputs
 from tests.kernels.oracle import HEAD_DIMS, HEADS, chunked, in_turn, start_loc
 from tests.kernels.paged_attention_agreement import assert_agrees, assert_agrees_between_bands

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.ops.paged_attention import paged_attention, tile_sizes
+from kernels.ops.attention_tiles import tile_sizes
+from kernels.ops.paged_attention import paged_attention
 from kernels.reference.paged_attention import paged_attention as reference
 from kernels.specs.paged_attention import make_inputs
 from tests.kernels.oracle import GuardBands

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import kernels.ops.paged_attention as module
-from kernels.ops.paged_attention import paged_attention, tile_sizes
+from kernels.ops.attention_tiles import tile_sizes
+from kernels.ops.paged_attention import paged_attention
 from kernels.reference.paged_attention import paged_attention as reference
 from kernels.specs.paged_attention import make_inputs
 from tests.kernels.oracle import start_loc
@@ -61,13 +62,13 @@ def test_keys_that_all_rows_see_need_no_mask(
 ) -> None:
     """Both ways through the keys are taken, and together they cover each key that a tile of rows may see, once."""
     calls: list[tuple[bool, int, int]] = []
-    attend = module._attend_keys
+    attend = module.attend_keys
 
     def recording(*arguments: Any) -> Any:
         calls.append((arguments[-1], *(int(value.handle.data.item()) for value in arguments[5:7])))
         return attend(*arguments)
 
-    monkeypatch.setattr(module, "_attend_keys", recording)
+    monkeypatch.setattr(module, "attend_keys", recording)
     tiles = tile_sizes(40, 1, 2, 32, 4)._replace(block_m=16, block_q=8, block_n=16)
     inputs = make_inputs(
         torch.float32, device, query_lens=[20], seq_lens=[71], num_heads=2, num_kv_heads=1, head_dim=32, window=window

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import kernels.ops.paged_decode_attention as module
-from kernels.ops.paged_decode_attention import Cut, choose_cut, paged_decode_attention
+from kernels.ops.decode_cut import Cut, choose_cut
+from kernels.ops.paged_decode_attention import paged_decode_attention
 from kernels.reference.paged_decode_attention import paged_decode_attention as reference
 from kernels.registry import REGISTRY
 from kernels.specs.paged_decode_attention import make_inputs

@@ -33,7 +33,7 @@ def test_each_slot_holds_its_token_and_the_others_are_left(
         num_blocks=10,
     )
     bands = GuardBands()
-    inputs = {name: bands.wrap(t) if t.is_floating_point() else t for name, t in inputs.items()}
+    inputs |= {name: bands.wrap(inputs[name]) for name in ("key", "value", "key_cache", "value_cache")}
     for cache in (inputs["key_cache"], inputs["value_cache"]):
         cache.fill_(-1.0)
     implementation(which)(**inputs)

@@ -50,7 +50,7 @@ def follow(lab: Lab) -> list[int]:
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_step_of_random_traffic(seed: int, ahead: int, prefix_caching: bool) -> None:
-    """Preemption, sharing, eviction, aborts, resets, damaged logits, from a pool that is in use already."""
+    """Preemption, sharing, copies, eviction, aborts, resets, damaged logits, from a pool that is in use already."""
     rng = random.Random(seed)
     lab = Lab(num_blocks=30, block_size=2, max_num_seqs=5, ahead=ahead, prefix_caching=prefix_caching)
     stem = rng.choices(range(VOCAB), k=20)
@@ -60,19 +60,21 @@ def test_every_step_of_random_traffic(seed: int, ahead: int, prefix_caching: boo
     for index in range(60):
         key = str(index)
         prompt = stem[: rng.randint(1, 20)] + rng.choices(range(VOCAB), k=rng.randint(0, 6))
-        request = lab.add(key, prompt, max_tokens=rng.randint(1, 20))
+        num_tokens = [rng.randint(1, 20) for _ in range(rng.choice([1, 1, 3]))]
+        request, *_ = lab.add_samples(key, prompt, len(num_tokens), num_tokens)
         if rng.random() < 0.1:
-            lab.fail_at[key] = request.num_tokens
+            lab.fail_at[request.request_id] = request.num_tokens
         for _ in range(rng.randint(0, 4)):
             if lab.scheduler.has_unfinished_requests():
                 lab.step()
-        if rng.random() < 0.1 and (output := lab.scheduler.abort_request(key)):
+        if rng.random() < 0.1 and (output := lab.scheduler.abort_request(request.request_id)):
             lab.take(output)
         if rng.random() < 0.1:
             lab.manager.reset_prefix_cache()
     lab.run()
     assert len(checked) > 100
     assert any(step.preempted_request_ids for step in lab.steps)
+    assert any(step.block_copies for step in lab.steps)
 
 
 class Sink:

@@ -32,6 +32,7 @@ _EVENTS = st.lists(
         st.none() | st.text(max_size=8),
         st.integers(0, 255),
         _BLOCKS,
+        _NUMBER,
     ),
     max_size=4,
 )
@@ -93,6 +94,18 @@ def test_a_ledger_of_the_first_version_is_read():
     )
 
 
+def test_a_ledger_of_the_second_version_is_read():
+    """As written by hand after its description: a step with an event in it, and the pool after it."""
+    names = b'["a"]'
+    numbers = struct.pack("<13I", 7, 1, 1, 0, 30, 1, 2, 1, 0, 2, 1, 8, 9) + struct.pack("<3I", 8, 9, 8)
+    codes = bytes([0, 1, 0, 0, 0, 1])  # a prompt; a share, of group 0; lists of group 0; a key frame
+    head = struct.pack("<4sB6I", b"SLST", 2, 1, 1, 1, 5, 2, len(names))
+    assert read_chunk(zlib.compress(head + names + numbers + codes)) == LedgerSegment(
+        [LedgerStep(7, (LedgerEntry("a", 30, "prefill"),), (BlockEvent("share", "a", 0, [8, 9]),))],
+        PoolState({"a": [[8, 9]]}, [8]),
+    )
+
+
 def test_a_chunk_every_256_steps():
     ledger = StepLedger()
     chunks = [append(ledger, step, [("r", 1, "decode")]) for step in range(2 * KEY_FRAME_STEPS + 1)]
@@ -145,5 +158,5 @@ def test_damage_is_named():
         read_chunk(zlib.compress(raw[:-1]))
     with pytest.raises(DatabaseError, match="damaged"):
         read_chunk(zlib.compress(b"????" + raw[4:]))
-    with pytest.raises(DatabaseError, match="format 9; this version of ServeLab reads formats 1 to 2"):
+    with pytest.raises(DatabaseError, match="format 9; this version of ServeLab reads formats 1 to 3"):
         read_chunk(zlib.compress(raw[:4] + b"\x09" + raw[5:]))

@@ -88,4 +88,4 @@ def test_plain_data(written: tuple[LedgerReader, list[PoolState], list[dict[str,
     document = step_to_dict(written[0].step(0))
     assert set(document) == {"step", "requests", "events"}
     assert document["requests"][0].keys() == {"request_id", "num_scheduled_tokens", "kind"}
-    assert document["events"][0].keys() == {"kind", "request_id", "group", "block_ids"}
+    assert document["events"][0].keys() == {"kind", "request_id", "group", "block_ids", "num_tokens"}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
+import numpy as np
 import pytest
 
-from backend.metrics.live import LiveRun
+from backend.metrics.live import LiveRun, Percentiles, UnderWay
 from backend.metrics.series import MAX_POINTS, LiveSeries
-from backend.metrics.stats import Phase, RunEnd, RunStart, StepStats, TelemetrySample
+from backend.metrics.stats import Phase, RunEnd, RunStart, StepStats, TelemetrySample, ttft_ms
 from tests.metrics.test_stats import decode, failed, make_request
 
 
@@ -108,7 +113,7 @@ def test_requests_and_memory():
     assert (shown.num_finished, shown.num_failed) == (2, 1)
     assert shown.ttft_ms.count == 2
     assert shown.tpot_ms.count == 1
-    assert shown.tpot_ms.mean == pytest.approx(10)
+    assert shown.tpot_ms.p50 == pytest.approx(10)
     assert (shown.weights_bytes, shown.kv_cache_bytes, shown.rest_bytes) == (300, 200, 500)
     live.on_sample(TelemetrySample(100.0, 1000, 450, 300, 200, None, None, None))
     assert live.snapshot().rest_bytes == 0
@@ -139,6 +144,68 @@ def test_a_stall_shows_in_the_series_before_the_next_step():
     points = live.snapshot().series
     assert len(points) == 12
     assert [point.output_tok_s for point in points] == [8.0] + [0.0] * 11
+
+
+def test_percentiles_are_of_the_finished_and_of_those_under_way_until_the_run_ends():
+    under_way = UnderWay(3, [300.0, 100.0], [40.0])
+    live = LiveRun(1, 4, lambda: under_way, clock=Clock())
+    live.on_run_start(start(100.0))
+    assert live.snapshot().ttft_ms == Percentiles(2, 200.0, pytest.approx(298.0))
+    assert live.snapshot().tpot_ms == Percentiles(1, 40.0, 40.0)
+    finished = decode(11)
+    live.on_request_finished(finished)
+    shown = live.snapshot()
+    values = [300.0, 100.0, ttft_ms(finished)]
+    assert shown.ttft_ms == Percentiles(3, *(pytest.approx(np.percentile(values, share)) for share in (50, 99)))
+    live.on_run_end(RunEnd("finished", 105.0))
+    ended = live.snapshot()
+    assert ended.ttft_ms.count == 1
+    assert ended.ttft_ms.p50 == pytest.approx(ttft_ms(finished))
+    assert (ended.num_running, ended.num_waiting) == (0, 0)
+
+
+def test_nothing_to_show_is_none():
+    assert LiveRun(1).snapshot().ttft_ms == Percentiles(0, None, None)
+
+
+def instructions(function: Callable[[], object]) -> int:
+    """How many Python instructions a call runs, in all that it calls."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_snapshot_costs_the_same_however_long_the_run_has_been():
+    """2,000 requests and 20,000 steps against a fiftieth of it; the last two seconds hold the same number of steps."""
+
+    def cost(num_requests: int, num_steps: int) -> int:
+        clock = Clock()
+        live = LiveRun(1, num_requests, lambda: UnderWay(2, [5.0, 4.0], [1.0, 2.0]), clock=clock)
+        live.on_run_start(start(100.0))
+        live.on_phase(Phase("running"))
+        for index in range(num_steps):
+            live.on_step(step(100.0 + index / 50))
+        for _ in range(num_requests):
+            live.on_request_finished(request)
+        clock.now = 100.0 + num_steps / 50
+        live.snapshot()  # closes the intervals since the last look
+        clock.now += 0.01
+        return instructions(live.snapshot)
+
+    request = decode(3)
+    assert cost(2000, 20_000) < 1.2 * cost(40, 400)
 
 
 def test_readers_and_writers_at_once():

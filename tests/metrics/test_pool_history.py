@@ -35,7 +35,7 @@ class Written(NamedTuple):
 
 
 def record(layout: str, prefix_caching: bool, max_tokens: int) -> Written:
-    """Traffic that preempts, shares and evicts, with an id that is used again, and a step in flight."""
+    """Traffic that preempts, shares, copies and evicts, with an id that is used again, and a step in flight."""
     rng = random.Random(3)
     lab = Lab(
         num_blocks=30,
@@ -79,10 +79,11 @@ def record(layout: str, prefix_caching: bool, max_tokens: int) -> Written:
         while len(lab.scheduler.requests) < 5:
             key = str(again % 7)  # soon in use by another request
             again += 1
-            if key not in lab.scheduler.requests:
-                lab.finished.pop(key, None)
+            if key not in {request.parent_id or request.request_id for request in lab.scheduler.requests.values()}:
                 prompt = stem[: rng.randint(1, 30)] + rng.choices(range(VOCAB), k=3)
-                lab.add(key, prompt, max_tokens=rng.randint(1, max_tokens))
+                counts = [rng.randint(1, max_tokens) for _ in range(rng.choice([1, 1, 3]))]
+                for request in lab.add_samples(key, prompt, len(counts), counts):
+                    lab.finished.pop(request.request_id, None)
         lab.step()
     keep(ledger.flush())
     return written

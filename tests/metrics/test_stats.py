@@ -64,7 +64,11 @@ def failed(**changes: Any) -> RequestStats:
 
 
 def test_deliveries_of_several_tokens():
-    """Chunks of 3, 1, 4, 2 tokens at 100, 150, 170, 200 ms, of which one has no printable text."""
+    """Chunks of 3, 1, 4, 2 tokens at 100, 150, 170, 200 ms, of which one has no printable text.
+
+    The time between chunks is no time between tokens, and tokens are counted by id, not by reading the text again
+    (vllm-project/vllm#42661, CentML/flexible-inference-bench#66).
+    """
     stats = make_request([0.1, 0.15, 0.17, 0.2], [3, 1, 4, 2], text=" " * 100)
     assert stats.num_output_tokens == 10
     assert tpot_ms(stats) == pytest.approx(100 / 9)
@@ -97,7 +101,10 @@ def test_tpot_needs_two_tokens_at_two_times():
 
 
 def test_short_outputs_leave_the_mean_alone():
-    """Output lengths 0, 1, 1, 2, 100: only the last two have a TPOT."""
+    """Output lengths 0, 1, 1, 2, 100: only the last two have a TPOT.
+
+    The others divide by zero, or a 0 in their place drags the mean down (CentML/flexible-inference-bench#68).
+    """
     summary = summarize([decode(n) for n in (0, 1, 1, 2, 100)], slo_limits={})
     assert summary.tpot_ms.count == 2
     assert summary.tpot_ms.mean == pytest.approx(10)
@@ -143,7 +150,7 @@ def test_all_failed():
 
 
 def test_failed_requests_are_counted_apart():
-    """3 of 10 fail, two of them after some output: none of it enters a figure."""
+    """3 of 10 fail, two of them after some output: none of it enters a figure (vllm-project/vllm#26478)."""
     late = make_request([0.5, 3.0], [4, 4], status="failed", finish_reason="error", error="not finite")
     summary = summarize([decode(11)] * 7 + [failed(), late, late], slo_limits={})
     assert (summary.num_requests, summary.num_failed) == (10, 3)

@@ -56,6 +56,39 @@ def test_long_lists_are_cut_and_nothing_is_said_of_nothing() -> None:
     assert sentences(BlockEvent("uncache", None, 0, []))[0] == "The prefix cache was emptied."
 
 
+def test_samples_of_a_prompt() -> None:
+    events = [
+        BlockEvent("share", "run-1/1", 0, [5, 6], 30),
+        BlockEvent("copy", "run-1/1", 0, [6, 7]),
+        BlockEvent("share", "run-1/2", 0, [5, 6], 30),
+        BlockEvent("copy", "run-1/2", 0, [6, 8]),
+        BlockEvent("share", "run-2/1", 0, [9], 30),
+        BlockEvent("allocate", "run-2/1", 0, [10]),
+    ]
+    assert sentences(*events)[:-1] == [
+        "Requests 1/1 and 1/2 found 2 blocks with another sample of their prompt each.",
+        "Request 2/1 found 1 block with another sample of their prompt and took 1 block.",
+        "2 blocks that others hold or can find were copied to be written to.",
+    ]
+
+
+def test_what_leaves_for_host_memory_and_comes_back() -> None:
+    events = [
+        BlockEvent("swap_out", "run-1", 0, [4, 5], 30),
+        BlockEvent("swap_out", "run-2", 0, [7], 30),
+        BlockEvent("preempt", "run-3", 0, []),
+        BlockEvent("share", "run-4", 0, [6]),
+        BlockEvent("swap_in", "run-4", 0, [4, 5], 22),
+        BlockEvent("allocate", "run-4", 0, [9]),
+    ]
+    assert sentences(*events)[:-1] == [
+        "Request 3 was preempted and gave up all blocks.",
+        "Requests 1 and 2 were preempted and left for host memory; 3 blocks were copied there.",
+        "Request 4 found 1 block in the cache, got 2 blocks back from host memory and took 1 block.",
+    ]
+    assert sentences(BlockEvent("swap_out", "run-1", 0, [], 16))[0].endswith("; 0 blocks were copied there.")
+
+
 def test_many_different_requests_are_summed_up() -> None:
     events = [BlockEvent("allocate", f"run-{index}", 0, list(range(index))) for index in range(1, 8)]
     events.insert(0, BlockEvent("share", "run-7", 0, [90, 91]))

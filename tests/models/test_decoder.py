@@ -1,4 +1,8 @@
-"""The generic decoder over a paged cache against transformers' dense forward pass, fp32."""
+"""The generic decoder over a paged cache against transformers' dense forward pass, fp32.
+
+Head sizes that are not hidden size by heads, biases and ratios of heads must not be taken for granted
+(NVIDIA/TensorRT-LLM#5912, SafeAILab/EAGLE#315, sbryngelson/ANEForge#253).
+"""
 
 from __future__ import annotations
 

@@ -167,7 +167,8 @@ def test_needs_neither_transformers_nor_torch_where_it_says_so() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-# The output head
+# The output head: tied and absent it may stay random, tied and present be an error (sgl-project/sglang#1508,
+# huggingface/transformers#43429)
 
 
 def test_tied_and_absent(tied: Path) -> None:
@@ -214,7 +215,7 @@ def test_without_flag_and_head_is_an_error(tied: Path) -> None:
     assert f"lacks {HEAD}" in refusal(tied)
 
 
-# Tensors that do not fit
+# Tensors that do not fit: biases dropped and norms left out without a word (SafeAILab/EAGLE#315, Blaizzy/mlx-vlm#1590)
 
 
 @pytest.mark.parametrize("name", [EMBEDDING, "model.norm.weight", UP, "model.layers.2.self_attn.k_proj.weight"])

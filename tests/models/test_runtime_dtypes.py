@@ -91,7 +91,9 @@ def test_bfloat16_on_a_cpu_chooses_what_transformers_does(host: EngineHost, bflo
 
 @pytest.fixture(scope="module")
 def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """LD-6: channel 0 of the first MLP gives 90,000 for token `BAD` and far less for every other token.
+    """A model that float16 is too small for (QwenLM/Qwen3#761, microsoft/onnxruntime-genai#2444).
+
+    Channel 0 of the first MLP gives 90,000 for token `BAD` and far less for every other token.
 
     The first layer's attention adds nothing, so that the MLP sees the token alone. Gate and up of the channel point along
     what `BAD` gives there; its way out is so small that float32 is none the worse for it.

@@ -14,6 +14,7 @@ from torch import Tensor
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
 from backend.attention.reference import ReferenceAttention
+from backend.core.kv_format import KV_FORMATS, PLAIN, KVFormat
 from backend.models.decoder import Decoder
 from backend.models.dummy import DUMMY_SHAPES
 from backend.models.model_config import DecoderConfig
@@ -92,12 +93,19 @@ def make_triton_decoder(
 class Run:
     """A step decoder with its caches, and requests whose blocks lie scattered over them."""
 
-    def __init__(self, model: Decoder, decoder: StepDecoder, attention: AttentionBackend, num_reqs: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        decoder: StepDecoder,
+        attention: AttentionBackend,
+        num_reqs: int,
+        kv_format: KVFormat = PLAIN,
+    ) -> None:
         config = model.config
         self.decoder, self.attention = decoder, attention
         self.caches = [
             LayerCache.zeros(
-                NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim, model.embedding.dtype, DEVICE
+                NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim, model.embedding.dtype, DEVICE, kv_format
             )
             for _ in range(config.num_layers)
         ]
@@ -180,6 +188,40 @@ def test_other_shapes_by_the_tiles_that_nobody_measured(config: DecoderConfig) -
     assert_same_run(
         Run(model, decoder, TritonAttention(), 4), Run(model, ReferenceDecoder(model), ReferenceAttention(), 4)
     )
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize("name", ["tiles", "library"])
+def test_every_step_over_a_quantized_cache(name: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum in another order may round to the next code, so steps of both are near, and a few codes are not the same."""
+    model = make_model(BIASED)
+    decoder, kv_format = make_triton_decoder(model, CHOICES[name], monkeypatch), KV_FORMATS[kv_dtype]
+    ours = Run(model, decoder, TritonAttention(), 4, kv_format)
+    reference = Run(model, ReferenceDecoder(model), ReferenceAttention(), 4, kv_format)
+    plain = Run(model, ReferenceDecoder(model), ReferenceAttention(), 4)
+    for logits, expected, unquantized in zip(play(ours), play(reference), play(plain), strict=True):
+        # Nearer to each other than quantizing moves either.
+        assert (logits - expected).abs().mean() < 0.1 * (expected - unquantized).abs().mean()
+    for cache, expected in zip(ours.caches, reference.caches, strict=True):
+        for mine, wanted in zip(cache.tensors(), expected.tensors(), strict=True):
+            assert (mine != wanted).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8", "int4"])
+def test_batch_invariant_logits_over_a_quantized_cache_do_not_depend_on_chunks(kv_dtype: str) -> None:
+    model, prompt = make_model(BIASED), random_ids(11, seed=4)
+
+    def logits(sizes: list[int]) -> Tensor:
+        decoder, attention = TritonDecoder(model, batch_invariant=True), TritonAttention(batch_invariant=True)
+        run, start, pieces = Run(model, decoder, attention, 1, KV_FORMATS[kv_dtype]), 0, []
+        for size in sizes:
+            pieces.append(run.step({0: prompt[start : start + size]}))
+            start += size
+        return torch.cat(pieces)
+
+    whole = logits([11])
+    assert torch.equal(logits([5, 6]), whole)
+    assert torch.equal(logits([1, 1, 9]), whole)
 
 
 OPS = ("embed_tokens", "norm_qkv_rotary_store", "norm_linear", "norm_gated_linear", "rms_norm")

@@ -1,0 +1,193 @@
+"""What a quantized KV cache costs in quality: next-token distributions beside those over a cache in the model's own dtype.
+
+The same tokens go through the model once over each cache (teacher forced), a chunk at a time, and every position's two
+distributions are compared by their KL divergence. As all positions are causal, one pass over the longest length holds the
+shorter ones. Keys are looked at head by head on the way: where a few channels are far larger than the rest, their scale
+leaves the rest few codes (Liu et al., "KIVI", 2024, arXiv:2402.02750).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from backend.core.kv_format import KV_FORMATS, PLAIN
+from backend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from backend.attention.backend import AttentionBackend
+    from backend.attention.metadata import LayerCache
+    from backend.worker.decoders import StepDecoder
+    from backend.worker.kv_cache import KVCacheShape
+
+CHUNK = 512  # tokens of a step
+LAST = 128  # positions that have the whole of a length before them
+ROWS = 64  # whose distributions are compared at once
+# Of what a head's channels vary by. Gaussian keys err by 9 % in four bits; from here on a third of the signal is noise.
+LARGEST_ERROR = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """KL(model's own dtype || quantized) of next-token distributions, in nats, over the first `num_tokens` positions."""
+
+    num_tokens: int
+    mean: float
+    last: float  # mean of the last 128 of them
+    largest: float
+    top1_agreement: float  # share of positions where both choose the same token
+
+
+@dataclass(frozen=True, slots=True)
+class KeyHead:
+    """The keys of one KV head, over all positions.
+
+    Attributes:
+        outlier_ratio: root mean square of the largest channel over that of the median one.
+        channel: the largest one.
+        errors: by KV dtype, root mean square of what quantizing changes over the median channel's standard deviation.
+    """
+
+    layer: int
+    kv_head: int
+    outlier_ratio: float
+    channel: int
+    errors: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class KVQuality:
+    divergences: dict[str, list[Divergence]]  # by KV dtype, one per length
+    heads: list[KeyHead]
+
+    def warnings(self) -> list[str]:
+        """A sentence for each head that a KV dtype breaks."""
+        return [
+            f"layer {head.layer}, KV head {head.kv_head}: {kv_dtype} keys err by {error:.0%} of what its channels vary by; "
+            f"channel {head.channel} is {head.outlier_ratio:.1f} times as large as the median one"
+            for head in self.heads
+            for kv_dtype, error in head.errors.items()
+            if not error <= LARGEST_ERROR
+        ]
+
+
+def measure_kv_quality(
+    decoder: StepDecoder,
+    attention: AttentionBackend,
+    shape: KVCacheShape,
+    token_ids: Sequence[int],
+    *,
+    device: str,
+    kv_dtypes: Sequence[str] = ("fp8_e4m3", "int8", "int4"),
+    lengths: Sequence[int] = (512, 2048),
+) -> KVQuality:
+    """Run the first tokens of a text over a plain cache and over each quantized one.
+
+    Args:
+        shape: of the model's plain cache.
+        token_ids: as many as the longest length, or more.
+        lengths: in tokens, each above 128.
+    Raises:
+        ConfigError: there are fewer tokens than the longest length, a length is too short, or a KV dtype cannot hold the
+            model's heads.
+        CapacityError: the device has no room for the caches.
+    """
+    import torch
+
+    lengths = sorted(lengths)
+    if lengths[0] <= LAST:
+        raise ConfigError(f"a length of {lengths[0]} tokens is too short to measure at; more than {LAST} are needed")
+    if len(token_ids) < lengths[-1]:
+        raise ConfigError(f"the text has {len(token_ids):,} tokens, and the longest length is {lengths[-1]:,}")
+    for kv_dtype in kv_dtypes:
+        if problem := KV_FORMATS[kv_dtype].problem(shape.group.head_dim):
+            raise ConfigError(f"cache.dtype = {kv_dtype!r}: {problem}")
+    names = (PLAIN.name, *kv_dtypes)
+    num_blocks = -(-lengths[-1] // shape.block_size)
+    caches = {name: shape.with_format(KV_FORMATS[name]).allocate(num_blocks, torch.device(device)) for name in names}
+    ids = torch.tensor(token_ids[: lengths[-1]], device=device)
+    parts: dict[str, list[Tensor]] = {name: [] for name in kv_dtypes}  # float32 [2, rows]: KL, same choice
+    with torch.inference_mode():
+        for start, end in pairwise([*range(0, len(ids), CHUNK), len(ids)]):
+            hidden = {
+                name: _forward(decoder, attention, ids[start:end], start, caches[name], shape.block_size)
+                for name in names
+            }
+            for rows in torch.arange(end - start, device=device).split(ROWS):
+                plain = decoder.compute_logits(hidden[PLAIN.name][rows]).log_softmax(dim=-1)
+                for name in kv_dtypes:
+                    parts[name].append(_compare(plain, decoder.compute_logits(hidden[name][rows]).log_softmax(dim=-1)))
+        heads = [
+            head
+            for layer, cache in enumerate(caches[PLAIN.name])
+            for head in _key_heads(layer, cache, len(ids), kv_dtypes)
+        ]
+    return KVQuality({name: _at_lengths(torch.cat(parts[name], dim=1), lengths) for name in kv_dtypes}, heads)
+
+
+def _forward(
+    decoder: StepDecoder,
+    attention: AttentionBackend,
+    token_ids: Tensor,
+    start: int,
+    caches: Sequence[LayerCache],
+    block_size: int,
+) -> Tensor:
+    """One request's next tokens, whose blocks lie in order: hidden states [num_tokens, hidden]."""
+    import torch
+
+    from backend.attention.metadata import AttentionMetadata
+
+    device, end = token_ids.device, start + len(token_ids)
+    positions = torch.arange(start, end, device=device)
+    zeros = torch.zeros_like(token_ids)
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, len(token_ids)], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([end], dtype=torch.int32, device=device),
+        block_table=1 + torch.arange(-(-end // block_size), dtype=torch.int32, device=device)[None],
+        slot_mapping=block_size + positions,
+        positions=positions,
+        num_decodes=int(len(token_ids) == 1),
+    )
+    return decoder.forward(token_ids, zeros, zeros[:1], caches, metadata, attention)
+
+
+def _compare(plain: Tensor, quantized: Tensor) -> Tensor:
+    """float32 [2, rows] of log probabilities [rows, vocab_size]: KL divergence, and whether both have the same largest."""
+    import torch
+
+    divergence = (plain.exp() * (plain - quantized)).sum(dim=-1)
+    return torch.stack((divergence, (plain.argmax(dim=-1) == quantized.argmax(dim=-1)).float()))
+
+
+def _at_lengths(compared: Tensor, lengths: Sequence[int]) -> list[Divergence]:
+    return [
+        Divergence(
+            num_tokens=length,
+            mean=float(compared[0, :length].mean()),
+            last=float(compared[0, length - LAST : length].mean()),
+            largest=float(compared[0, :length].max()),
+            top1_agreement=float(compared[1, :length].mean()),
+        )
+        for length in lengths
+    ]
+
+
+def _key_heads(layer: int, cache: LayerCache, num_tokens: int, kv_dtypes: Sequence[str]) -> Iterator[KeyHead]:
+    """Of the keys in a plain cache, which begin in block 1."""
+    from kernels.reference.kv_quantization import DTYPES, dequantize, quantize, rotate
+
+    keys = cache.key_cache[1:].flatten(0, 1)[:num_tokens].float()  # [num_tokens, num_kv_heads, head_dim]
+    errors = {}
+    for name in kv_dtypes:
+        stored = rotate(keys) if KV_FORMATS[name].rotates_keys else keys
+        changed = (dequantize(*quantize(stored, DTYPES[name])) - stored).square().mean(dim=(0, 2)).sqrt()
+        errors[name] = (changed / keys.std(dim=0, correction=0).median(dim=-1).values).tolist()
+    channels = keys.square().mean(dim=0).sqrt()
+    ratios = (channels.amax(dim=-1) / channels.median(dim=-1).values).tolist()
+    for kv_head, (ratio, channel) in enumerate(zip(ratios, channels.argmax(dim=-1).tolist(), strict=True)):
+        yield KeyHead(layer, kv_head, ratio, channel, {name: errors[name][kv_head] for name in kv_dtypes})

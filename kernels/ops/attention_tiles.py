@@ -1,0 +1,37 @@
+"""How a launch of `paged_attention` is cut. Not an op: host-side sizes only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+
+
+class TileSizes(NamedTuple):
+    """How a launch is cut: a program has `block_m` rows, which are `block_q` tokens times the heads of a group."""
+
+    block_q: int
+    block_m: int  # power of two; rows from block_q * group on are idle
+    block_n: int  # keys per iteration, power of two
+    block_d: int  # head_dim, padded to a power of two
+    num_warps: int
+    num_stages: int
+
+
+def tile_sizes(num_tokens: int, num_reqs: int, group: int, head_dim: int, element_bytes: int) -> TileSizes:
+    """Choose the tile by host-side sizes only: long rows of queries share the keys that a program loads."""
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    row_bytes = block_d * element_bytes
+    # tl.dot wants 16 rows at least; a request with one query row fills no more than its group.
+    block_m = max(16, triton.next_power_of_2(group))
+    block_n, num_warps, num_stages = (64, 4, 3) if row_bytes <= 256 else (32, 4, 2)
+    if num_tokens > 4 * num_reqs:
+        # Of what was tried on an H100 in bfloat16, the fastest at head_dim 64, and at 128 for prompts short and long.
+        if row_bytes <= 128:
+            block_m, block_n, num_stages = max(block_m, 64), 128, 2
+        elif row_bytes == 256:
+            block_m = max(block_m, 128)
+            block_n, num_warps, num_stages = (32, 4, 4) if num_tokens <= 1536 * num_reqs else (64, 8, 2)
+        else:
+            block_m = max(block_m, 64 if row_bytes <= 512 else 32)
+    return TileSizes(block_m // group, block_m, block_n, block_d, num_warps, num_stages)

@@ -1,0 +1,97 @@
+"""The loop of `paged_attention` over keys: an online softmax. Not an op: a device function."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.ops.kv_quantization import load_keys_and_values
+
+
+@triton.jit
+def attend_keys(
+    row_max,
+    row_sum,
+    attended,
+    query,
+    position,
+    begin,
+    stop,
+    end,
+    block_ids_ptr,
+    key_head_ptr,
+    value_head_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    scale_log2,
+    stride_key_cache_block,
+    stride_key_cache_slot,
+    stride_value_cache_block,
+    stride_value_cache_slot,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add the keys of `begin <= position < stop` to the running softmax; MASKED where a row may not see all of them."""
+    column = tl.arange(0, BLOCK_D)
+    column_mask = column < HEAD_DIM
+    for key_start in range(begin, stop, BLOCK_N):
+        key_position = key_start + tl.arange(0, BLOCK_N)
+        # Slots past the end may hold anything, NaN included, which no weight of zero would undo: they are not loaded.
+        key_mask = key_position < end
+        if MASKED:
+            block_id = tl.load(block_ids_ptr + key_position // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+        else:
+            block_id = tl.load(block_ids_ptr + key_position // BLOCK_SIZE).to(tl.int64)
+        slot = key_position % BLOCK_SIZE
+        key_offset = block_id * stride_key_cache_block + slot * stride_key_cache_slot
+        value_offset = block_id * stride_value_cache_block + slot * stride_value_cache_slot
+        key_ptrs = key_head_ptr + key_offset[None, :] + column[:, None]
+        value_ptrs = value_head_ptr + value_offset[:, None] + column[None, :]
+        if FORMAT is not None:
+            vector = (block_id * BLOCK_SIZE + slot) * tl.num_programs(1) + tl.program_id(1)
+            key, value = load_keys_and_values(
+                key_head_ptr,
+                value_head_ptr,
+                key_scales_ptr,
+                value_scales_ptr,
+                key_offset,
+                value_offset,
+                vector,
+                key_mask,
+                column,
+                HEAD_DIM,
+                FORMAT,
+                query.dtype,
+            )
+        elif MASKED:
+            key = tl.load(key_ptrs, mask=key_mask[None, :] & column_mask[:, None], other=0.0)
+            value = tl.load(value_ptrs, mask=key_mask[:, None] & column_mask[None, :], other=0.0)
+        elif HEAD_DIM < BLOCK_D:
+            key = tl.load(key_ptrs, mask=column_mask[:, None], other=0.0)
+            value = tl.load(value_ptrs, mask=column_mask[None, :], other=0.0)
+        else:
+            key = tl.load(key_ptrs)
+            value = tl.load(value_ptrs)
+
+        # "ieee": float32 products are not to be rounded to TF32; other dtypes ignore it.
+        scores = tl.dot(query, key, input_precision="ieee") * scale_log2
+        if MASKED:
+            visible = key_position[None, :] <= position[:, None]
+            if WINDOW is not None:
+                visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        # A row whose window begins behind these keys has seen none, and -inf - -inf is NaN.
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+        weights = tl.exp2(scores - finite_max[:, None])
+        rescale = tl.exp2(row_max - finite_max)
+        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+        attended = attended * rescale[:, None]
+        attended = tl.dot(weights.to(value.dtype), value, attended, input_precision="ieee")
+        row_max = new_max
+    return row_max, row_sum, attended
