@@ -15,6 +15,7 @@ DETAIL = "app_pages/detail.py"
 COMPARE = "app_pages/compare.py"
 KERNELS = "app_pages/kernels.py"
 KV_CACHE = "app_pages/kv_cache.py"
+SCHEDULER = "app_pages/scheduler.py"
 SIZING = "app_pages/sizing.py"
 
 
@@ -46,6 +47,11 @@ def kernels_link(run_id: int, label: str | None = None) -> None:
 
 def kv_cache_link(run_id: int, label: str = "KV blocks") -> None:
     st.page_link(KV_CACHE, label=label, icon=":material/grid_on:", query_params={"run": str(run_id)})
+
+
+def scheduler_link(run_id: int, label: str = "Schedule", beside: int | None = None) -> None:
+    query = {"run": str(run_id)} | ({} if beside is None else {"beside": str(beside)})
+    st.page_link(SCHEDULER, label=label, icon=":material/view_timeline:", query_params=query)
 
 
 def compare_link(run_ids: Sequence[int], label: str) -> None:

@@ -13,6 +13,16 @@ WAITING = "#8A94A3"
 WEIGHTS = "#6B7280"
 BASELINE = "#7F7F7F"
 ERROR = "#D55E00"  # errors and preemptions only
+RECOMPUTE = "#7B61C4"  # tokens run again after a preemption
+SPANS = {  # what a request's time goes by with, see `backend.metrics.request_timeline`
+    "queued": WAITING,
+    "prefill": PREFILL,
+    "decode": DECODE,
+    "recompute": RECOMPUTE,
+    "stalled": "#5B6472",
+    "preempted": ERROR,
+    "swapped": "#3FB8AF",
+}
 # Text in a table, dark enough on white and light enough on black.
 VERDICTS = {
     "better": {"light": "#00704F", "dark": "#35C79A"},

@@ -9,7 +9,7 @@ import pandas as pd
 import streamlit as st
 
 from app import formatting
-from app.components import notes, palette, run_charts
+from app.components import links, notes, palette, run_charts
 from app.state import address_of, run_ids_in
 from backend.errors import ServeLabError
 from backend.experiments.compare import Comparison, MetricRow, compare_runs
@@ -95,6 +95,8 @@ def show(repository: RunRepository, runs: Sequence[Run], baseline: int | None) -
     names = {run.run_id: run.title for run in runs}
     if failures := formatting.failed_requests({run.run_id: run.summary for run in runs}):
         st.warning(notes.plain(failures), icon=":material/warning:")
+    if len(runs) == 2:
+        links.scheduler_link(runs[0].run_id, "Their schedules on one time axis", beside=runs[1].run_id)
     _figures(comparison, names)
     _settings(comparison, names)
     _distributions(repository, comparison, colours)
