@@ -26,7 +26,8 @@ run: $(INSTALLED)
 	@$(PY) -m app.cli app --port $(PORT)
 
 test: $(INSTALLED_TEST)
-	@$(PY) -m pytest -m 'not slow'
+	@$(PY) -m pytest -m 'not slow and not gpu and not browser' -n 2 --dist loadfile
+	@$(PY) -m pytest -m 'browser and not slow'
 
 test-slow: $(INSTALLED_TEST)
 	@$(PY) -m pytest -m slow

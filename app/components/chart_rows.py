@@ -37,7 +37,7 @@ def line_rows(
     rows: list[tuple] = [("line", point.series, point.x, point.y, None) for point in points]
     rows += [("frame", None, 0.0, 0.0, None), ("frame", None, x_end, y_end, None)]
     if has_direct_labels(colours):
-        rows += _label_rows(points, colours, y_end)
+        rows += label_rows(points, colours, y_end)
     return pd.DataFrame(rows, columns=list(_COLUMNS))
 
 
@@ -71,7 +71,7 @@ def axis_end(value: float) -> float:
     return next((step * power for step in (1, 1.5, 2, 3, 4, 5, 6, 8) if step * power >= value * (1 - 1e-9)), 10 * power)
 
 
-def _label_rows(points: Sequence[Point], colours: Mapping[str, str], y_end: float) -> list[tuple]:
+def label_rows(points: Sequence[Point], colours: Mapping[str, str], y_end: float) -> list[tuple]:
     """A name at the end of each line, moved apart where the ends meet and kept below the top of the axis."""
     ends = {point.series: (point.x, point.y) for point in points if point.y is not None}
     order = sorted(ends, key=lambda name: (ends[name][1], -list(colours).index(name)))

@@ -1,22 +1,25 @@
 """The pictures of a run under way, from the points of its live series. Pure.
 
 A picture is a spec that never changes and rows that do. Building a chart takes Altair tens of milliseconds, in which the
-engine, in the same interpreter, would stand still: the spec is built once per process, and a look costs the rows only.
+engine, in the same interpreter, would stand still: the spec is built once per process, and a look costs the rows only. Those
+are laid out column by column, as they are sent; pandas would take several times as long over so few. How many there are is
+bounded by the series.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from statistics import fmean as mean
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from app.components import palette
-from app.components.chart_rows import Point, axis_end, line_rows
+from app.components.chart_rows import Point, axis_end, has_direct_labels, label_rows, line_rows
 from app.components.charts import line_chart, spec_without_data
 from backend.metrics.live import RATE_WINDOW_S
 from backend.metrics.series import LivePoint
@@ -26,6 +29,7 @@ TIME = "seconds since start"
 _ROOM = 1.15  # the time axis ends so much later than the data, so that it need not grow at every look
 _SHORTEST_S = 10.0
 
+_FIELDS = attrgetter("time_s", "output_tok_s", "input_tok_s", "running", "waiting", "kv_cache_usage")
 _COLOURS = {
     "throughput": {"output": palette.DECODE, "input": palette.PREFILL},
     "requests": {"running": palette.IN_USE, "waiting": palette.WAITING},
@@ -41,53 +45,80 @@ _STYLES: dict[str, dict[str, Any]] = {
 class Picture(NamedTuple):
     """For `st.vega_lite_chart(*picture)`."""
 
-    data: pd.DataFrame
+    data: pd.DataFrame | pa.Table
     spec: dict[str, Any]
 
 
-def throughput(series: Sequence[LivePoint]) -> Picture:
+class Columns(NamedTuple):
+    """The points of a series, float64 [num_points] each."""
+
+    times: np.ndarray  # s since the run's start, rising
+    output_tok_s: np.ndarray
+    input_tok_s: np.ndarray
+    running: np.ndarray
+    waiting: np.ndarray
+    kv_cache_usage: np.ndarray
+
+
+def columns_of(series: Sequence[LivePoint]) -> Columns:
+    return Columns(
+        *np.array([_FIELDS(point) for point in series], dtype=np.float64).reshape(-1, len(Columns._fields)).T
+    )
+
+
+def throughput(columns: Columns) -> Picture:
     """Rates as means over the window that the headline figure uses: a point by itself is one or two steps."""
-    window = [_before(series, place) for place in range(len(series))]
-    return _picture(
-        "throughput",
-        series,
-        {
-            "output": lambda place: mean(point.output_tok_s for point in window[place]),
-            "input": lambda place: mean(point.input_tok_s for point in window[place]),
-        },
-    )
+    times = columns.times
+    # The points of the window that ends with each one, itself included.
+    ends = np.arange(1, len(times) + 1)
+    begins = np.minimum(np.searchsorted(times, times - RATE_WINDOW_S, side="right"), ends - 1)
+
+    def mean(rates: np.ndarray) -> np.ndarray:
+        sums = np.concatenate(([0.0], np.cumsum(rates)))
+        return (sums[ends] - sums[begins]) / (ends - begins)
+
+    return _picture("throughput", times, {"output": mean(columns.output_tok_s), "input": mean(columns.input_tok_s)})
 
 
-def requests(series: Sequence[LivePoint]) -> Picture:
-    return _picture(
-        "requests",
-        series,
-        {"running": lambda place: series[place].running, "waiting": lambda place: series[place].waiting},
-    )
+def requests(columns: Columns) -> Picture:
+    return _picture("requests", columns.times, {"running": columns.running, "waiting": columns.waiting})
 
 
-def kv_usage(series: Sequence[LivePoint]) -> Picture:
-    return _picture("kv_usage", series, {"in use": lambda place: series[place].kv_cache_usage}, y_end=1.0)
+def kv_usage(columns: Columns) -> Picture:
+    return _picture("kv_usage", columns.times, {"in use": columns.kv_cache_usage}, y_end=1.0)
 
 
-def _picture(
-    name: str, series: Sequence[LivePoint], values: dict[str, Callable[[int], float]], y_end: float | None = None
-) -> Picture:
-    points = [
-        Point(line, point.time_s, value(place)) for line, value in values.items() for place, point in enumerate(series)
-    ]
-    x_end = axis_end(max(_SHORTEST_S, _ROOM * series[-1].time_s)) if series else _SHORTEST_S
+def _picture(name: str, times: np.ndarray, values: Mapping[str, np.ndarray], y_end: float | None = None) -> Picture:
+    x_end = axis_end(max(_SHORTEST_S, _ROOM * float(times[-1]))) if len(times) else _SHORTEST_S
     # Read anew each time: Streamlit writes into the spec it is given.
-    return Picture(line_rows(points, _COLOURS[name], x_end=x_end, y_end=y_end), json.loads(_spec(name)))
+    return Picture(_rows(times, values, _COLOURS[name], x_end, y_end), json.loads(_spec(name)))
+
+
+def _rows(
+    times: np.ndarray, values: Mapping[str, np.ndarray], colours: Mapping[str, str], x_end: float, y_end: float | None
+) -> pa.Table:
+    """`chart_rows.line_rows` of series that share their times."""
+    if y_end is None:
+        y_end = axis_end(max(float(value.max()) for value in values.values())) if len(times) else axis_end(1.0)
+    rows: list[tuple] = [("frame", None, 0.0, 0.0, None), ("frame", None, x_end, y_end, None)]
+    if has_direct_labels(colours) and len(times):
+        ends = [Point(line, float(times[-1]), float(value[-1])) for line, value in values.items()]
+        rows += label_rows(ends, colours, y_end)
+    kinds, lines, x, y, labels = zip(*rows, strict=True)
+    names = [pa.repeat(pa.scalar(line), len(times)) for line in values]
+    num_points = len(times) * len(values)
+    return pa.table(
+        {
+            "kind": pa.concat_arrays([pa.repeat(pa.scalar("line"), num_points), pa.array(kinds)]),
+            "series": pa.concat_arrays([*names, pa.array(lines, pa.string())]),
+            "x": np.concatenate((*[times] * len(values), x)),
+            "y": np.concatenate((*values.values(), y)),
+            "label": pa.concat_arrays([pa.nulls(num_points, pa.string()), pa.array(labels, pa.string())]),
+        }
+    )
 
 
 @functools.cache
 def _spec(name: str) -> str:
     colours = _COLOURS[name]
     return spec_without_data(line_chart(line_rows([], colours), colours, x_title=TIME, **_STYLES[name]))
-
-
-def _before(series: Sequence[LivePoint], place: int) -> Sequence[LivePoint]:
-    """The points of the window that ends with this one, itself included."""
-    first = bisect_right(series, series[place].time_s - RATE_WINDOW_S, key=lambda point: point.time_s)
-    return series[min(first, place) : place + 1]

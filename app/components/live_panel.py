@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import streamlit as st
@@ -11,6 +13,7 @@ from app.components import activity, figures, links, live_charts, notes, palette
 from app.components.bars import Share, share_bar
 from app.services import Services
 from backend.metrics.stats import summary_to_dict
+from db.run_rows import Run
 
 if TYPE_CHECKING:
     from backend.metrics.live import LiveSnapshot
@@ -21,36 +24,40 @@ _CANCELLING = "cancelling"
 
 def show(services: Services) -> None:
     """The run under way, or the last one of this process; nothing before the first."""
-    activity.polled(services.queue.live, activity.is_active, lambda snapshot: _panel(services, snapshot), POLL_S)
+    # Kept from look to look until the page is drawn anew: a run's kind and name do not change while it goes on.
+    row_of = functools.cache(services.repository.get)
+    activity.polled(
+        services.queue.live, activity.is_active, lambda snapshot: _panel(services, snapshot, row_of), POLL_S
+    )
 
 
-def _panel(services: Services, snapshot: LiveSnapshot | None) -> None:
-    run = services.repository.get(snapshot.run_id) if snapshot is not None else None
+def _panel(services: Services, snapshot: LiveSnapshot | None, row_of: Callable[[int], Run | None]) -> None:
+    run = row_of(snapshot.run_id) if snapshot is not None else None
     if snapshot is None or (run is not None and run.kind == "kernels"):
         if activity.is_active(snapshot):
-            progress(services, snapshot)
+            progress(services, snapshot, run)
             links.kernels_link(snapshot.run_id)
         _before_the_first(services)
         queue(services)
         return
     if activity.is_active(snapshot):
-        under_way(services, snapshot)
+        under_way(services, snapshot, run)
     else:
-        _ended(services, snapshot)
+        _ended(services, snapshot, run)
     queue(services)
 
 
-def under_way(services: Services, snapshot: LiveSnapshot) -> None:
-    """A run of this process that is not over: what it does now, and how it goes so far."""
-    progress(services, snapshot)
+def under_way(services: Services, snapshot: LiveSnapshot, run: Run | None = None) -> None:
+    """A run of this process that is not over: what it does now, and how it goes so far. For `run` see `progress`."""
+    progress(services, snapshot, run)
     with figures.row():
         _live_figures(snapshot)
     _pictures(snapshot)
 
 
-def _ended(services: Services, snapshot: LiveSnapshot) -> None:
+def _ended(services: Services, snapshot: LiveSnapshot, run: Run | None) -> None:
     with st.container(horizontal=True, vertical_alignment="center"):
-        st.subheader(f"Run {notes.plain(_name(services, snapshot.run_id))}", anchor=False, width="content")
+        st.subheader(f"Run {notes.plain(_name(snapshot, run))}", anchor=False, width="content")
         notes.status_badge(snapshot.status)
         st.caption(f"after {formatting.duration(snapshot.elapsed_s)}", width="content")
         links.detail_link(snapshot.run_id)
@@ -66,10 +73,11 @@ def _ended(services: Services, snapshot: LiveSnapshot) -> None:
 
 def _pictures(snapshot: LiveSnapshot) -> None:
     if snapshot.start_time is not None:
+        columns = live_charts.columns_of(snapshot.series)
         with st.grid(3, min_column_width=260):
-            st.vega_lite_chart(*live_charts.throughput(snapshot.series))
-            st.vega_lite_chart(*live_charts.requests(snapshot.series))
-            st.vega_lite_chart(*live_charts.kv_usage(snapshot.series))
+            st.vega_lite_chart(*live_charts.throughput(columns))
+            st.vega_lite_chart(*live_charts.requests(columns))
+            st.vega_lite_chart(*live_charts.kv_usage(columns))
         with st.grid(2, min_column_width=300):
             _memory(snapshot)
             _blocks(snapshot)
@@ -96,17 +104,17 @@ def _before_the_first(services: Services) -> None:
         figures.headline(run.summary)
 
 
-def _name(services: Services, run_id: int) -> str:
-    run = services.repository.get(run_id)
-    return formatting.run_name(run_id, run.label if run else None)
+def _name(snapshot: LiveSnapshot, run: Run | None) -> str:
+    return formatting.run_name(snapshot.run_id, run.label if run else None)
 
 
-def progress(services: Services, snapshot: LiveSnapshot) -> None:
-    """What the run does, how far it is, and the button that ends it."""
+def progress(services: Services, snapshot: LiveSnapshot, run: Run | None = None) -> None:
+    """What the run does, how far it is, and the button that ends it; `run` is its row, for a caller that has read it."""
+    run = run or services.repository.get(snapshot.run_id)
     phase = snapshot.phase
     cancelling = st.session_state.get(_CANCELLING) == snapshot.run_id
     with st.container(horizontal=True, vertical_alignment="center"):
-        st.subheader(f"Run {notes.plain(_name(services, snapshot.run_id))}", anchor=False, width="content")
+        st.subheader(f"Run {notes.plain(_name(snapshot, run))}", anchor=False, width="content")
         share = min(1.0, max(0.0, phase.done / phase.total)) if phase.done is not None and phase.total else 0.0
         text = "cancelling" if cancelling else formatting.phase_text(phase)
         st.progress(share, text=f"{text} · {_elapsed(snapshot.elapsed_s)}")

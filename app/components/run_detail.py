@@ -62,6 +62,7 @@ def _heading(services: Services, run: Run) -> None:
         if run.status == "finished" and previous is not None:
             links.compare_link([previous, run.run_id], f"Compare with #{previous}")
         links.kv_cache_link(run.run_id)
+        links.scheduler_link(run.run_id)
         links.history_link()
 
 
@@ -72,7 +73,7 @@ def _under_way(services: Services, run: Run | None) -> None:
         return
     snapshot = services.queue.live(run.run_id)
     if activity.is_active(snapshot):
-        live_panel.under_way(services, snapshot)
+        live_panel.under_way(services, snapshot, run)
     else:
         where = f"process {run.owner_pid} on {run.owner_host}"
         doing = formatting.phase_text(Phase(**run.phase)) if run.phase else run.status

@@ -1,23 +1,23 @@
 """`LiveRun`: what a page shows of a run while it goes on, kept in memory and read as immutable snapshots.
 
-Engine and driver threads write, any number of pages read. The lock is held for assignments, appends and plain copies;
-percentiles and rates are computed outside it.
+Engine and driver threads write, any number of pages read. A page asks every second, in the interpreter of the engine: what
+an answer costs depends on what is under way, never on how long the run has been going. The lock is held for assignments,
+appends, plain copies and looking percentiles up.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from backend.metrics.ordered_sample import OrderedSample
 from backend.metrics.series import LivePoint, LiveSeries
 from backend.metrics.stats import (
     FINAL_STATUSES,
-    Distribution,
     Phase,
     RequestStats,
     RunEnd,
@@ -26,7 +26,6 @@ from backend.metrics.stats import (
     RunSummary,
     StepStats,
     TelemetrySample,
-    distribution,
     tpot_ms,
     ttft_ms,
 )
@@ -34,9 +33,17 @@ from backend.metrics.stats import (
 RATE_WINDOW_S = 2.0
 
 
+class Percentiles(NamedTuple):
+    """Of `count` values, linearly interpolated; None where there are none."""
+
+    count: int
+    p50: float | None
+    p99: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class LiveSnapshot:
-    """A run at one moment. Totals, distributions and preemptions leave the warm-up out; gauges and rates do not."""
+    """A run at one moment. Totals, percentiles and preemptions leave the warm-up out; gauges and rates do not."""
 
     run_id: int
     phase: Phase
@@ -58,8 +65,8 @@ class LiveSnapshot:
     weights_bytes: int | None
     kv_cache_bytes: int | None
     rest_bytes: int | None  # device memory (resident set on the CPU) beyond weights and KV cache
-    ttft_ms: Distribution  # of the finished requests and, so far, of those under way
-    tpot_ms: Distribution
+    ttft_ms: Percentiles  # of the finished requests and, so far, of those under way
+    tpot_ms: Percentiles
     preemptions: int
     series: tuple[LivePoint, ...]
     notices: tuple[str, ...]
@@ -110,7 +117,7 @@ class LiveRun:
         self._recent: deque[tuple[float, int, int]] = deque()  # end_time, input and output tokens of the last steps
         self._num_finished = self._num_failed = 0
         self._input_tokens = self._output_tokens = self._preemptions = 0
-        self._ttft, self._tpot = array("d"), array("d")
+        self._ttft, self._tpot = OrderedSample(), OrderedSample()
         self._series = LiveSeries()
 
     def on_phase(self, phase: Phase) -> None:
@@ -155,9 +162,9 @@ class LiveRun:
                 return
             self._num_finished += 1
             if ttft is not None:
-                self._ttft.append(ttft)
+                self._ttft.add(ttft)
             if tpot is not None:
-                self._tpot.append(tpot)
+                self._tpot.add(tpot)
 
     def on_chunk(self, kind: str, encode: Callable[[], bytes], first_step: int, last_step: int) -> None:
         """Ledgers are for the database only."""
@@ -177,8 +184,13 @@ class LiveRun:
 
     def snapshot(self) -> LiveSnapshot:
         """The state now; what is shown after the end is the state at the end."""
+        # First, so that a request which ends meanwhile is there, if twice for one look.
+        under_way = self._in_flight() if self._in_flight and not self.ended else None
+        ttft_so_far, tpot_so_far = (sorted(under_way.ttft_ms), sorted(under_way.tpot_ms)) if under_way else ([], [])
         with self._lock:
             start, end, step, sample = self._start, self._end, self._step, self._sample
+            if end is not None:
+                under_way, ttft_so_far, tpot_so_far = None, [], []
             now = end.end_time if end else self._clock()
             start_time = start.start_time if start else None
             if start_time is not None and step is not None:
@@ -186,12 +198,11 @@ class LiveRun:
             phase, status = self._phase, self._status
             num_requests, num_finished, num_failed = self._num_requests, self._num_finished, self._num_failed
             input_tokens, output_tokens, preemptions = self._input_tokens, self._output_tokens, self._preemptions
-            recent, ttft, tpot = tuple(self._recent), self._ttft[:], self._tpot[:]
-            series = self._series.points()
+            ttft, tpot = _percentiles(self._ttft, ttft_so_far), _percentiles(self._tpot, tpot_so_far)
+            recent, series = tuple(self._recent), self._series.points()
         # A step counts blocks while it runs; with nothing left running they have all been given back.
         given_back = step.num_referenced_blocks if step and (end or step.num_running == 0) else 0
         input_tok_s, output_tok_s = _rates(recent, self._first_step_start, now)
-        under_way = self._in_flight() if self._in_flight and end is None else None
         num_running, num_waiting = (step.num_running, step.num_waiting) if step and end is None else (0, 0)
         if under_way:
             # The newest step says what ran when it ended; requests that came since wait for the next one.
@@ -218,8 +229,8 @@ class LiveRun:
             weights_bytes=sample.weights_bytes if sample else None,
             kv_cache_bytes=sample.kv_cache_bytes if sample else None,
             rest_bytes=_rest_bytes(sample),
-            ttft_ms=distribution([*ttft, *(under_way.ttft_ms if under_way else ())]),
-            tpot_ms=distribution([*tpot, *(under_way.tpot_ms if under_way else ())]),
+            ttft_ms=ttft,
+            tpot_ms=tpot,
             preemptions=preemptions,
             series=series,
             notices=start.notices if start else (),
@@ -232,6 +243,11 @@ def _status_in(phase: Phase) -> RunStatus:
     if phase.name == "queued":
         return "queued"
     return "loading" if phase.name in ("pulling", "loading") else "running"
+
+
+def _percentiles(sample: OrderedSample, so_far: Sequence[float]) -> Percentiles:
+    p50, p99 = sample.percentiles((0.5, 0.99), so_far)
+    return Percentiles(len(sample) + len(so_far), p50, p99)
 
 
 def _rates(
