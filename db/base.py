@@ -86,7 +86,10 @@ def plain_data(value: Any) -> Any:
 
     Anything else becomes its `str`: a path or a version in a run's environment must not cost the run its row.
     """
-    if value is None or isinstance(value, bool | str):
+    kind = type(value)
+    if kind is float:  # most of what comes: a request has a number for each of its tokens
+        return value if math.isfinite(value) else None
+    if value is None or kind is int or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Integral):
         return int(value)

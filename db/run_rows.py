@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any, Literal
 
+import numpy as np
+
 from backend.metrics import stats
 from backend.metrics.stats import FINAL_STATUSES, RequestStats, RunStatus, StepStats, TelemetrySample
 from db.base import Base
@@ -89,7 +91,8 @@ def request_row(run_id: int, request: RequestStats, start_time: float) -> Row:
     row = {name: getattr(request, name) for name in _REQUEST_FIELDS}
     row |= {name: formula(request) for name, formula in _LATENCIES.items()}
     row |= {name: _relative(row[name], start_time) for name in ("arrival_time", "scheduled_time", "finish_time")}
-    row["emission_times"] = [_relative(time, start_time) for time in request.emission_times]
+    emission_times = np.asarray(request.emission_times, dtype=np.float64) - start_time
+    row["emission_times"] = emission_times.round(_TIME_DIGITS).tolist()
     row["run_id"] = run_id
     return row
 
