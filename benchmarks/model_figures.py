@@ -14,11 +14,12 @@ from backend.metrics.stats import RequestStats
 from backend.workload.datasets import WorkloadRequest
 from benchmarks import limits as card
 from benchmarks.figures import Figure, attempt
-from benchmarks.idle import measure_idle
+from benchmarks.idle import measure_gaps, measure_idle
 from benchmarks.passes import BenchmarkEngine, random_requests
 from benchmarks.peers import PEER, mix_lengths, peer_figure
 
 WARM_UP_SHARE = 8  # a warm-up pass makes one token in so many
+IdleMeasure = Callable[[BenchmarkEngine, Sequence[WorkloadRequest]], tuple[float, dict[str, float]]]
 IDLE_OUTPUT_LEN = 2**20  # longer than the window, whatever the speed; the pass is cut off
 
 
@@ -79,6 +80,10 @@ class ModelBenchmark:
             for num_requests in options.idle_batches:
                 name = f"idle {num_requests}"
                 yield attempt(self._model, name, "share", lambda n=num_requests, name=name: self._idle(name, n))
+                name = f"{name}, between replays"
+                yield attempt(
+                    self._model, name, "share", lambda n=num_requests, name=name: self._idle(name, n, measure_gaps)
+                )
 
     def _decode(self, name: str, num_requests: int) -> Figure:
         prompt_len, output_len = self._options.input_len, self._options.output_len
@@ -118,9 +123,9 @@ class ModelBenchmark:
         details = {"input_tokens": sum(pair[0] for pair in lengths), "output_tokens": sum(pair[1] for pair in lengths)}
         return self._figure(name, recorded, bare, details=details)
 
-    def _idle(self, name: str, num_requests: int) -> Figure:
+    def _idle(self, name: str, num_requests: int, measure: IdleMeasure = measure_idle) -> Figure:
         requests = self._requests([(self._options.input_len, IDLE_OUTPUT_LEN)] * num_requests)
-        share, details = measure_idle(self._engine, requests)
+        share, details = measure(self._engine, requests)
         return Figure.of(self._model, name, "share", [share], details=details)
 
     def _figure(self, name: str, recorded: list[float], bare: list[float], **further: Any) -> Figure:

@@ -165,6 +165,27 @@ def test_idle_share_is_what_no_interval_covers() -> None:
         idle.idle_share(np.empty((0, 2), dtype=np.int64))
 
 
+@pytest.mark.gpu
+def test_events_tell_how_long_the_device_waits_for_the_next_graph() -> None:
+    values = torch.zeros(2**24, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    values.add_(1)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        values.add_(1)
+    with idle.replay_events() as events:
+        for _ in range(3):
+            graph.replay()
+            torch.cuda.synchronize()
+            time.sleep(0.01)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert len(events) == 3, "none after the window"
+    (_, first_end), (second_begin, second_end) = events[:2]
+    assert first_end.elapsed_time(second_begin) > 9
+    assert events[1][0].elapsed_time(second_end) < 9
+
+
 @pytest.mark.parametrize(("query_len", "seq_len"), [(1, 40), (33, 33)])
 def test_torchs_attention_reads_the_pool_as_if_in_order(query_len: int, seq_len: int) -> None:
     sizes: dict[str, Any] = {"query_lens": [query_len], "seq_lens": [seq_len], "num_heads": 4, "num_kv_heads": 2}
