@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -36,6 +35,12 @@ def generate(
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy; higher is more varied.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same answer.")] = 0,
     n: Annotated[int, typer.Option("--n", help="Samples of the prompt, which is computed once for all.")] = 1,
+    priority: Annotated[
+        int,
+        typer.Option(
+            "--priority", min=-(2**31), max=2**31 - 1, help="Lower is served first, with scheduler.policy=priority."
+        ),
+    ] = 0,
     settings: ConfigSetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -50,11 +55,15 @@ def generate(
     _check_text(prompt)
     if n > 1 and temperature == 0:
         terminal.note("note: at temperature 0 all samples are alike")
+    if priority and config.scheduler.policy != "priority":
+        terminal.note(
+            f"note: --priority is not heeded: scheduler.policy is {config.scheduler.policy!r}, and only 'priority' does"
+        )
     with terminal.results() as out:
         host = new_host()
         try:
             _load(host, config)
-            token_ids, samples = _answer(host, prompt, raw, sampling, None if as_json else out)
+            token_ids, samples = _answer(host, prompt, raw, sampling, priority, None if as_json else out)
         finally:
             host.close()
         for stats in samples:
@@ -87,35 +96,33 @@ def _load(host: EngineHost, config: EngineConfig) -> None:
 
 
 def _answer(
-    host: EngineHost, text: str, raw: bool, sampling: SamplingParams, stream: TextIO | None
+    host: EngineHost, text: str, raw: bool, sampling: SamplingParams, priority: int, stream: TextIO | None
 ) -> tuple[list[int], list[RequestStats]]:
     """Serve the prompt, writing its text to `stream` as it comes. Returns the prompt's ids and a record for each sample."""
     from backend.engine.in_process_target import InProcessTarget
-    from backend.experiments.flight import Flight
-    from backend.request import sample_ids
+    from backend.experiments.flight import flights_of
     from backend.workload.datasets import WorkloadRequest
     from backend.workload.targets import Prompt
 
-    request = WorkloadRequest(index=0, prompt=Prompt(text=text, chat=not raw), sampling=sampling, arrival_s=None)
+    prompt = Prompt(text=text, chat=not raw)
+    request = WorkloadRequest(index=0, prompt=prompt, sampling=sampling, arrival_s=None, priority=priority)
     arrival_time, n = time.perf_counter(), sampling.n
-    ids = sample_ids("generate", n)
-    flights = {key: Flight(key, request, warmup=False, arrival_time=arrival_time, ended=SimpleQueue()) for key in ids}
-    events: dict[str, SimpleQueue[StreamEvent]] = {key: SimpleQueue() for key in ids}
+    flights = flights_of("generate", request, arrival_time, SimpleQueue())
+    events: dict[str, SimpleQueue[StreamEvent]] = {key: SimpleQueue() for key in flights}
 
     def on_event(event: StreamEvent) -> None:
         flights[event.request_id].on_event(event)
         events[event.request_id].put(event)
 
-    token_ids = InProcessTarget(host).encode(request.prompt)
-    host.submit("generate", token_ids, sampling, on_event, arrival_time)
-    for index, key in enumerate(ids):
+    token_ids = InProcessTarget(host).encode(prompt)
+    host.submit("generate", token_ids, sampling, on_event, arrival_time, priority)
+    for index, key in enumerate(flights):
         if n > 1:
             _write(stream, f"--- sample {index + 1} of {n}, seed {sampling.sample(index).seed}\n")
         while (event := events[key].get()).finish_reason is None:
             _write(stream, event.text)
         _write(stream, event.text + "\n")
-    parent_id = "generate" if n > 1 else None
-    return token_ids, [replace(flight.stats(), parent_id=parent_id) for flight in flights.values()]
+    return token_ids, [flight.stats() for flight in flights.values()]
 
 
 def _write(stream: TextIO | None, text: str) -> None:
@@ -161,7 +168,7 @@ def _metrics(stats: RequestStats) -> dict[str, float | int | None]:
 
 
 def _totals(samples: Sequence[RequestStats]) -> dict[str, float | int | None]:
-    from backend.metrics.stats import summarize
+    from backend.metrics.summary import summarize
 
     summary = summarize(samples, slo_limits={})
     return {

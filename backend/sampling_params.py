@@ -18,6 +18,7 @@ MAX_SAMPLES = 64  # of one prompt
 class SamplingSettings(Settings):
     """The part of the sampling parameters that a workload fixes for all its requests."""
 
+    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="Samples of each prompt, each with a seed of its own.")
     temperature: float = Field(
         0.0, ge=0, le=1e6, allow_inf_nan=False, description="0 is greedy; higher is more varied."
     )
@@ -44,7 +45,6 @@ class SamplingParams(SamplingSettings):
 
     seed: int = Field(0, ge=0, lt=2**63)
     max_tokens: int = Field(128, ge=1)
-    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="Samples of the prompt, each with a seed of its own.")
 
     @model_validator(mode="after")
     def _min_within_max(self) -> SamplingParams:

@@ -90,6 +90,7 @@ class RequestRow(Base):
     text: Mapped[str | None] = mapped_column(ForeignText)
     token_ids: Mapped[list[int] | None] = mapped_column(Json)
     parent_id: Mapped[str | None] = mapped_column(ForeignText)  # the prompt whose sample it is
+    priority: Mapped[int] = mapped_column(server_default="0")  # lower first, with `scheduler.policy = "priority"`
 
 
 class StepRow(Base):

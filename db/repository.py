@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 INTERRUPTED_ERROR = "the process that ran it ended"
 
 _NOT_FINAL = RunRow.status.not_in(FINAL_STATUSES)
-_LONG_COLUMNS = ("row_id", "emission_times", "emission_tokens", "prompt", "text", "token_ids")
-_TOKEN_COLUMNS = (
-    *("row_id", "request_id", "index", "warmup", "prompt", "token_ids"),
-    *("num_prompt_tokens", "num_cached_tokens"),
+# The ids of a prompt's samples differ in the number at their end.
+_WORKLOAD_ORDER = (
+    RequestRow.warmup.desc(),
+    RequestRow.index,
+    func.length(RequestRow.request_id),
+    RequestRow.request_id,
 )
+_LONG_COLUMNS = ("row_id", "emission_times", "emission_tokens", "prompt", "text", "token_ids")
+_TOKEN_COLUMNS = ("row_id", "request_id", "prompt", "token_ids", "num_prompt_tokens")
 _OWNER_COLUMNS = [getattr(RunRow, f"owner_{field.name}") for field in fields(Owner)]
 
 
@@ -192,21 +196,17 @@ class RunRepository:
                 session.execute(update(RunRow).where(RunRow.run_id == run_id).values(dict(changes)))
 
     def requests(self, run_id: int) -> list[Row]:
-        """The run's requests as dicts by column name: warm-up first, then in workload order."""
-        return self._rows(_select_records(RequestRow, run_id).order_by(RequestRow.warmup.desc(), RequestRow.index))
+        """The run's requests as dicts by column name: warm-up first, then in workload order, a prompt's samples in theirs."""
+        return self._rows(_select_records(RequestRow, run_id).order_by(*_WORKLOAD_ORDER))
 
     def request_times(self, run_id: int) -> list[Row]:
         """As `requests`, without what grows with a request's tokens: prompt, text, ids and emissions."""
         columns = [column for column in RequestRow.__table__.columns if column.name not in _LONG_COLUMNS]
         query = select(*columns).where(RequestRow.run_id == run_id)
-        return self._rows(query.order_by(RequestRow.warmup.desc(), RequestRow.index))
+        return self._rows(query.order_by(*_WORKLOAD_ORDER))
 
     def request_tokens(self, run_id: int, after: int = 0) -> list[Row]:
-        """The run's requests with what tells their tokens, as dicts by column name, in the order in which they were stored.
-
-        Args:
-            after: leave out those up to this `row_id`.
-        """
+        """What tells the tokens of the run's requests, from the one behind row `after` on, in the order of `row_id`."""
         columns = [column for column in RequestRow.__table__.columns if column.name in _TOKEN_COLUMNS]
         query = select(*columns).where(RequestRow.run_id == run_id, RequestRow.row_id > after)
         return self._rows(query.order_by(RequestRow.row_id))

@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any, Literal
 
-import numpy as np
-
 from backend.metrics import stats
 from backend.metrics.stats import FINAL_STATUSES, RequestStats, RunStatus, StepStats, TelemetrySample
 from db.base import Base
@@ -88,6 +86,8 @@ def step_row(run_id: int, step: StepStats, start_time: float) -> Row:
 
 
 def request_row(run_id: int, request: RequestStats, start_time: float) -> Row:
+    import numpy as np  # here, so that commands which only list runs start without it
+
     row = {name: getattr(request, name) for name in _REQUEST_FIELDS}
     row |= {name: formula(request) for name, formula in _LATENCIES.items()}
     row |= {name: _relative(row[name], start_time) for name in ("arrival_time", "scheduled_time", "finish_time")}

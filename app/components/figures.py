@@ -29,7 +29,7 @@ def headline(summary: Mapping[str, Any]) -> None:
         "ttft_ms.p50": _p99(summary, "ttft_ms"),
         "tpot_ms.p50": _p99(summary, "tpot_ms"),
         "num_requests": _outcome(summary),
-        "kv_cache_usage_max": _preemptions(summary.get("preemptions")),
+        "kv_cache_usage_max": _preemptions(summary),
     }
     with row():
         for name in HEADLINES:
@@ -75,5 +75,9 @@ def _outcome(summary: Mapping[str, Any]) -> str:
     return f"{formatting.count(finished)} finished, {outcome}"
 
 
-def _preemptions(number: int | None) -> str | None:
-    return None if number is None else f"preemptions {formatting.count(number)}"
+def _preemptions(summary: Mapping[str, Any]) -> str | None:
+    number, swapped = summary.get("preemptions"), summary.get("preemptions_swapped")
+    if number is None:
+        return None
+    text = f"preemptions {formatting.count(number)}"
+    return text if swapped is None else f"{text}, {formatting.count(swapped)} swapped"

@@ -59,6 +59,8 @@ _HELP = {
     "CPU 16.",
     "scheduler.max_num_batched_tokens": "Token budget of one step: small keeps decoding smooth, large prefills faster. "
     "Auto: CUDA 8,192, CPU 512.",
+    "scheduler.policy": "fcfs: decodes first, prompts with what is left. prefill_first: prompts whole, decodes stall "
+    "meanwhile. priority: the lowest number first; workload.priorities deals the numbers out.",
     "workload.source.prompts": "One prompt a line.",
     "workload.source.file": "A path on this machine, one JSON object a line.",
     "workload.source.num_requests": "More requests steady the figures and take longer.",
@@ -80,6 +82,7 @@ _HELP = {
     "workload.arrivals.rate": "Above what the engine can do, the queue only grows.",
     "workload.arrivals.burstiness": "1 is Poisson; below, requests come in bursts, above, more evenly.",
     "workload.arrivals.speedup": "Above 1 the trace is replayed faster than it was recorded.",
+    "workload.sampling.n": "Parallel samples: the prompt is computed once, and each is a request of its own in the figures.",
     "workload.slo.ttft_ms": "The latest first token that still counts for goodput.",
     "workload.slo.tpot_ms": "The slowest output token that still counts for goodput.",
     "workload.seed": "Same seed: same prompts, lengths, arrivals and draws.",
@@ -115,6 +118,7 @@ _LABELS = {
     "workload.arrivals.concurrency": "In flight",
     "workload.arrivals.rate": "Requests per second",
     "workload.output_len": "Output tokens",
+    "workload.sampling.n": "Samples per prompt",
     "workload.sampling.top_k": "Top k",
     "workload.sampling.top_p": "Top p",
     "workload.sampling.ignore_eos": "Ignore end of sequence",

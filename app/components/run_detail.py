@@ -15,6 +15,7 @@ from backend.metrics.stats import DEFINITIONS, Phase
 from db.run_rows import Run
 
 _QUANTILES = ("p50", "p90", "p95", "p99", "mean", "std", "min", "max", "count")
+_WHERE_THERE_ARE_ANY = ("ttft_ms_by_priority", "preemptions_swapped", "swapped_out_bytes", "swapped_in_bytes")
 
 
 def show(services: Services, run: Run) -> None:
@@ -112,13 +113,15 @@ def _all_figures(services: Services, run: Run) -> None:
         st.info("This run ended before it had figures.")
         return
     summary = run.summary
-    latencies = {metric: summary[metric] for metric in run_charts.LATENCIES}
+    latencies = {DEFINITIONS[metric].label: summary[metric] for metric in run_charts.LATENCIES}
+    for priority, values in (summary.get("ttft_ms_by_priority") or {}).items():
+        latencies[f"TTFT of priority {priority}"] = values
     st.markdown("**Latencies**, in ms")
     st.dataframe(
         pd.DataFrame(
             [
-                {"": DEFINITIONS[metric].label, **{key: _rounded(values.get(key)) for key in _QUANTILES}}
-                for metric, values in latencies.items()
+                {"": label, **{key: _rounded(values.get(key)) for key in _QUANTILES}}
+                for label, values in latencies.items()
             ]
         ).rename(columns={"count": "n"}),
         hide_index=True,
@@ -134,16 +137,21 @@ def _all_figures(services: Services, run: Run) -> None:
             "Formula": entry.formula,
         }
         for name, entry in DEFINITIONS.items()
-        if name in summary
+        if name in summary and (summary[name] is not None or name not in _WHERE_THERE_ARE_ANY)
     ]
     st.table(pd.DataFrame(rows), hide_index=True, border="horizontal")
 
 
 def _value(summary: dict[str, Any], name: str) -> str:
-    if name not in run_charts.LATENCIES:
-        return formatting.metric(name, summary[name])
-    quantiles = (f"{key} {formatting.metric(name, summary[name][key])}" for key in ("p50", "p99"))
-    return ", ".join(quantiles)
+    if name == "ttft_ms_by_priority":
+        return "; ".join(f"{priority}: {_quantiles(name, values)}" for priority, values in summary[name].items())
+    if name in run_charts.LATENCIES:
+        return _quantiles(name, summary[name])
+    return formatting.metric(name, summary[name])
+
+
+def _quantiles(name: str, values: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {formatting.metric(name, values[key])}" for key in ("p50", "p99"))
 
 
 def _requests(services: Services, run: Run) -> None:
@@ -153,8 +161,9 @@ def _requests(services: Services, run: Run) -> None:
         return
     with_warmup = st.toggle("Show warm-up requests", key="with-warmup")
     rows = [row for row in rows if with_warmup or not row["warmup"]]
+    with_priority = len({row["priority"] for row in rows}) > 1
     state = st.dataframe(
-        pd.DataFrame([_request_row(row) for row in rows]),
+        pd.DataFrame([_request_row(row, with_priority) for row in rows]),
         key=f"requests-{run.run_id}-{with_warmup}",
         hide_index=True,
         lazy=False,
@@ -182,9 +191,11 @@ def _requests(services: Services, run: Run) -> None:
                 )
 
 
-def _request_row(row: dict[str, Any]) -> dict[str, Any]:
+def _request_row(row: dict[str, Any], with_priority: bool) -> dict[str, Any]:
+    sample = row["request_id"].removeprefix(row["parent_id"]) if row["parent_id"] else ""
     return {
-        "Request": f"warm-up {row['index']}" if row["warmup"] else str(row["index"]),
+        "Request": f"{'warm-up ' if row['warmup'] else ''}{row['index']}{sample}",
+        **({"Priority": row["priority"]} if with_priority else {}),
         "Ended": row["finish_reason"],
         "Input tok": row["num_prompt_tokens"],
         "Output tok": row["num_output_tokens"],

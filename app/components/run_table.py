@@ -96,6 +96,10 @@ def workload_text(workload: Mapping[str, Any]) -> str:
         "trace": _first_of_file(source),
         "mooncake": _first_of_file(source),
     }[source["kind"]]
+    if (n := workload.get("sampling", {}).get("n", 1)) > 1:
+        asked += f" × {n} samples"
+    if priorities := workload.get("priorities"):
+        asked += f" of priority {', '.join(sorted(priorities, key=int))}"
     when = ARRIVAL_KINDS[arrivals["kind"]].lower()
     if "rate" in arrivals:
         when += f" {arrivals['rate']:g}/s"

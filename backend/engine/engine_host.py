@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from backend.config import EngineConfig
+from backend.engine.interpreter import clear_frames, freeze_objects, stepping
 from backend.errors import EngineError, RequestError, ServeLabError
 from backend.metrics.stats import MemoryUse, Phase, StatsSink
 from backend.request import sample_ids
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from backend.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-STEPPING_SWITCH_INTERVAL_S = 0.0005  # shorter ones gain nothing more
-STEPPING_GC_THRESHOLD = 5000
 
 HostState = Literal["empty", "loading", "ready", "failed", "closed"]
 EventListener = Callable[[StreamEvent], None]
@@ -79,16 +75,18 @@ class EngineHost:
         sampling: SamplingParams,
         on_event: EventListener,
         arrival_time: float | None = None,
+        priority: int = 0,
     ) -> None:
         """Queue a request; `on_event` is called on the host's thread and must return at once.
 
         With `sampling.n` above 1 it gets the events of that many requests, under the ids of `backend.request.sample_ids`.
+        `priority` is for `scheduler.policy = "priority"`: lower runs first.
 
         Raises `RequestError` for one that could never be served, `EngineError` when no model is loaded.
         """
         arrival = time.perf_counter() if arrival_time is None else arrival_time
         self._require().engine.check_request(token_ids, sampling)
-        self._put(lambda: self._add(request_id, token_ids, sampling, on_event, arrival))
+        self._put(lambda: self._add(request_id, token_ids, sampling, on_event, arrival, priority))
 
     def abort(self, request_id: str) -> None:
         """Ask for the end of a request, of one sample, or of all samples of a prompt; one that is over is ignored."""
@@ -168,7 +166,7 @@ class EngineHost:
         while not self._closing:
             self._run_commands(wait=True)
             if self._has_work():
-                with _stepping():
+                with stepping():
                     while self._has_work() and not self._closing:
                         self._step(self._require().engine.step)
                         self._run_commands()
@@ -223,7 +221,7 @@ class EngineHost:
         self._step(self._require().engine.drain)
         self._require().engine.set_sink(sink)
         if sink is not None and not self._has_work():
-            _freeze_objects()  # a run begins; pages have brought in modules since the model was loaded
+            freeze_objects()  # a run begins; pages have brought in modules since the model was loaded
 
     def _load(self, config: EngineConfig, on_phase: Callable[[Phase], None]) -> EngineInfo:
         from backend.engine.loading import load_engine, model_fingerprint  # torch comes in here, and not before
@@ -238,12 +236,12 @@ class EngineHost:
             self._loaded = load_engine(config, on_phase)
         except BaseException as error:
             self._state = "empty"
-            _clear_frames(error)
+            clear_frames(error)
             gc.collect()
             raise
         self._identity = identity
         self._state = "ready"
-        _freeze_objects()
+        freeze_objects()
         return self._loaded.info
 
     def _unload(self, reason: str) -> None:
@@ -264,12 +262,18 @@ class EngineHost:
             gc.collect()
 
     def _add(
-        self, request_id: str, token_ids: list[int], sampling: SamplingParams, on_event: EventListener, arrival: float
+        self,
+        request_id: str,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        on_event: EventListener,
+        arrival: float,
+        priority: int,
     ) -> None:
         try:
             engine = self._require().engine
             engine.check_request(token_ids, sampling)  # again: another model may have been loaded since `submit`
-            ids = engine.add_request(request_id, token_ids, sampling, arrival)
+            ids = engine.add_request(request_id, token_ids, sampling, arrival, priority)
         except (EngineError, RequestError) as error:
             for sample_id in sample_ids(request_id, sampling.n):
                 event = StreamEvent(sample_id, time.perf_counter(), (), "", finish_reason="error", error=str(error))
@@ -282,43 +286,8 @@ class EngineHost:
             self._deliver(event)
 
 
-def _freeze_objects() -> None:
-    """Take what lives now out of later collections, each of which would walk it and hold up a step for a tenth of a second."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-
-
-@contextmanager
-def _stepping() -> Iterator[None]:
-    """How the interpreter is shared while steps run.
-
-    A thread that computes gives it up after 0.5 ms. The usual 5 ms are paid whenever the step loop has let go of it, as in
-    most tensor operations: a page that is being drawn beside it then makes steps several times as long.
-
-    Young objects are not looked through before there are more of them than a step makes and drops: with the usual 700, a
-    step of some 200 requests would start a collection each time, and every hundredth a full one.
-    """
-    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
-    sys.setswitchinterval(STEPPING_SWITCH_INTERVAL_S)
-    gc.set_threshold(STEPPING_GC_THRESHOLD, *thresholds[1:])
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
-        gc.set_threshold(*thresholds)
-
-
 def _tell(listener: EventListener, event: StreamEvent) -> None:
     try:
         listener(event)
     except Exception:
         logger.exception("a listener failed on request %s", event.request_id)
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Drop the local variables that a failed load left in its traceback: whoever keeps the error would keep the weights."""
-    chained: BaseException | None = error
-    while chained is not None:
-        traceback.clear_frames(chained.__traceback__)
-        chained = chained.__cause__ or chained.__context__

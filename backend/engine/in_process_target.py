@@ -23,8 +23,9 @@ class InProcessTarget:
         sampling: SamplingParams,
         on_event: Callable[[StreamEvent], None],
         arrival_time: float | None = None,
+        priority: int = 0,
     ) -> None:
-        self._host.submit(request_id, self.encode(prompt), sampling, on_event, arrival_time)
+        self._host.submit(request_id, self.encode(prompt), sampling, on_event, arrival_time, priority)
 
     def abort(self, request_id: str) -> None:
         self._host.abort(request_id)

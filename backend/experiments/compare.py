@@ -28,6 +28,7 @@ _DIRECTIONS: dict[str, bool | None] = {
     **{f"{name}.{quantile}": False for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms") for quantile in _QUANTILES},
     "kv_cache_usage_max": None,
     "preemptions": False,
+    **dict.fromkeys(("preemptions_swapped", "swapped_out_bytes", "swapped_in_bytes")),
     "prefix_cache_hit_rate": True,
     "draft_acceptance_rate": True,
     "mean_acceptance_length": True,

@@ -11,6 +11,7 @@ from typing import Literal
 
 from backend.metrics.live import UnderWay
 from backend.metrics.stats import RequestStats, tpot_ms_between
+from backend.request import sample_ids
 from backend.workload.datasets import WorkloadRequest
 from backend.workload.targets import StreamEvent
 
@@ -24,13 +25,14 @@ _STATUS: dict[str, Literal["finished", "failed", "cancelled"]] = {
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Collects a request's events on the target's thread; the last one hands the flight over to the driver's."""
+    """Collects the events of a request, or of one sample, on the target's thread; the last one hands it to the driver's."""
 
     request_id: str
     request: WorkloadRequest
     warmup: bool
     arrival_time: float
     ended: SimpleQueue[Flight]
+    parent_id: str | None = None  # the prompt whose sample it is; None for the only one of its prompt
     # An event is taken apart at once, into arrays and a text that the garbage collector need not look through: thousands of
     # events, or of numbers in lists, for as long as the requests run would make it hold up the target's thread.
     emission_times: array[float] = field(default_factory=lambda: array("d"))  # of the events that had tokens
@@ -79,7 +81,18 @@ class Flight:
             prompt=self.request.prompt.text,
             text=self.text.getvalue(),
             token_ids=tuple(self.token_ids),
+            parent_id=self.parent_id,
+            priority=self.request.priority,
         )
+
+
+def flights_of(
+    request_id: str, request: WorkloadRequest, arrival_time: float, ended: SimpleQueue[Flight], *, warmup: bool = False
+) -> dict[str, Flight]:
+    """The requests that a prompt's samples are, by the ids of their events; each arrives when the prompt does."""
+    n = request.sampling.n
+    parent_id = request_id if n > 1 else None
+    return {key: Flight(key, request, warmup, arrival_time, ended, parent_id) for key in sample_ids(request_id, n)}
 
 
 def under_way(flights: Collection[Flight]) -> UnderWay:

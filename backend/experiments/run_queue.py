@@ -18,7 +18,8 @@ from backend.metrics.environment import environment
 from backend.metrics.gpu_monitor import TelemetrySampler
 from backend.metrics.live import LiveRun, LiveSnapshot
 from backend.metrics.sinks import PeakSink, SinkGroup
-from backend.metrics.stats import Phase, RunEnd, RunStart, StatsSink, summarize
+from backend.metrics.stats import Phase, RunEnd, RunStart, StatsSink
+from backend.metrics.summary import summarize
 from backend.workload.datasets import (
     build_requests,
     build_warmup_requests,
@@ -76,7 +77,7 @@ class RunQueue:
         """Queue a run and return at once. Raises `EngineError` for a run id already known, or once closed."""
         num_requests, problem = 0, None
         try:
-            num_requests = count_requests(workload)
+            num_requests = count_requests(workload) * workload.sampling.n
         except ConfigError as error:
             problem = error
         in_flight: dict[str, Flight] = {}
@@ -198,6 +199,7 @@ class RunQueue:
         info = self._prepare(job)
         vocab_size = info.model.get("vocab_size")
         max_model_len = info.resolved_config.model.max_model_len
+        policy = info.resolved_config.scheduler.policy
         warmup = build_warmup_requests(job.workload, vocab_size, max_model_len)
         requests = build_requests(job.workload, vocab_size, max_model_len)
         if job.cancel.is_set():
@@ -212,9 +214,9 @@ class RunQueue:
                 resolved_config=info.resolved_config.to_dict(),
                 environment=surroundings,
                 load=load,
-                notices=(*info.notices, *workload_notices(job.workload, max_model_len)),
+                notices=(*info.notices, *workload_notices(job.workload, max_model_len, policy)),
                 cache_state=cache_state,
-                num_requests=len(requests),
+                num_requests=len(requests) * job.workload.sampling.n,
             )
         )
         sampler = TelemetrySampler(SAMPLE_INTERVAL_S, self._host.memory, job.sinks.on_sample)
@@ -275,6 +277,7 @@ class RunQueue:
             result.requests,
             slo_limits=job.workload.slo.limits,
             kv_cache_usage_max=job.peaks.kv_cache_usage,
+            swapped=job.peaks.swapped,
             peak_memory_bytes=job.peaks.memory_bytes,
         )
         return RunEnd(status, time.perf_counter(), summary if summary.num_requests else None, error)

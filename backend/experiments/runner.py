@@ -4,24 +4,28 @@ An open loop sends every request at its planned time, however far the target is 
 at the moment an earlier one ended, and a further turn of a conversation follows the answer before it. A request's
 `arrival_time` is that planned moment and not the moment of sending, so whatever waiting there is, here or in the target,
 counts as queueing.
+
+With `sampling.n` above 1 each sample of a prompt is a request with a record of its own. The prompt is over, for a closed
+loop's place, when the last of them is.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Literal
 
 from backend.errors import EngineError, ServeLabError
-from backend.experiments.flight import Flight
+from backend.experiments.flight import Flight, flights_of
 from backend.metrics.stats import Phase, RequestStats, StatsSink
 from backend.workload.datasets import WorkloadRequest
 from backend.workload.schedule import Schedule
 from backend.workload.spec import ClosedLoop, Workload
-from backend.workload.targets import Target
+from backend.workload.targets import StreamEvent, Target
 
 POLL_S = 0.1  # how soon a cancel is seen
 REPORT_S = 0.1  # between two progress reports
@@ -71,7 +75,8 @@ def run_workload(
         requests: sent as `workload.arrivals` says.
         cancel: aborts what is in flight and waits for it.
         name: start of all request ids, which must be unlike those of other users of the target: `name-3` for the request
-            of index 3, `name-c0-t2` for the third turn of the first conversation, `name-warmup-0`.
+            of index 3, `name-3/1` for its second sample, `name-c0-t2` for the third turn of the first conversation,
+            `name-warmup-0`.
         in_flight: where to keep the requests that have been sent and have not ended, for somebody who watches.
         target_failure: why the target will deliver nothing more, or None; asked while nothing ends.
         clock: `time.perf_counter` unless a test has its own.
@@ -110,6 +115,7 @@ class _Driver:
         self._wait = wait
         self._in_flight = in_flight
         self._ended: SimpleQueue[Flight] = SimpleQueue()
+        self._open_samples: Counter[str] = Counter()  # of each prompt that was sent and is not over
         self._stats: list[RequestStats] = []
         self._failure: str | None = None
         self._num_given_up = 0  # measured turns that had no answer to go on from
@@ -119,7 +125,7 @@ class _Driver:
         self, phase: str, requests: Sequence[WorkloadRequest], *, warmup: bool = False, concurrency: int | None = None
     ) -> None:
         """Send the requests as they fall due and record them as they end, until all have or the run must stop."""
-        progress = _Progress(self._sink, self._clock, phase, len(requests))
+        progress = _Progress(self._sink, self._clock, phase, sum(request.sampling.n for request in requests))
         schedule = Schedule(requests, self._clock(), concurrency)
         while not self.must_stop and (schedule.num_left or self._in_flight):
             due = schedule.due()
@@ -127,12 +133,12 @@ class _Driver:
                 ended = self._send(*schedule.take(), warmup)
             else:
                 ended = self._next_end(POLL_S if due is None else min(POLL_S, due - self._clock()))
-            if ended is None:
+            for request, stats in ended:
+                given_up = schedule.end(request, stats) if self._is_over(stats) else 0
+                self._num_given_up += given_up
+                progress.add(given_up)
+            if not ended:
                 progress.catch_up()
-                continue
-            given_up = schedule.end(*ended)
-            self._num_given_up += given_up
-            progress.add(given_up)
         if not warmup:
             self._complete = not schedule.num_left and not self._in_flight
 
@@ -168,21 +174,34 @@ class _Driver:
     def must_stop(self) -> bool:
         return self._cancel.is_set() or self._failure is not None
 
-    def _send(self, request: WorkloadRequest, arrival_time: float, warmup: bool) -> _Ended | None:
-        """Submit a request; itself and its record when it is refused at once."""
+    def _is_over(self, stats: RequestStats) -> bool:
+        """Whether the prompt of a request that has ended has no other sample under way."""
+        prompt_id = stats.parent_id or stats.request_id
+        self._open_samples[prompt_id] -= 1
+        if self._open_samples[prompt_id]:
+            return False
+        del self._open_samples[prompt_id]
+        return True
+
+    def _send(self, request: WorkloadRequest, arrival_time: float, warmup: bool) -> list[_Ended]:
+        """Submit a request; itself and its records when it is refused at once."""
         request_id = f"{self._name}-{_place(request, warmup)}"
-        flight = Flight(request_id, request, warmup, arrival_time, self._ended)
+        flights = flights_of(request_id, request, arrival_time, self._ended, warmup=warmup)
+        self._open_samples[request_id] = len(flights)
         try:
-            self._target.submit(request_id, request.prompt, request.sampling, flight.on_event, arrival_time)
+            self._target.submit(
+                request_id, request.prompt, request.sampling, _listener(flights), arrival_time, request.priority
+            )
         except ServeLabError as error:
             if isinstance(error, EngineError):
                 self._failure = str(error)
-            return request, self._record(flight.end(self._clock(), "error", str(error)))
-        self._in_flight[request_id] = flight
-        return None
+            now = self._clock()
+            return [(request, self._record(flight.end(now, "error", str(error)))) for flight in flights.values()]
+        self._in_flight |= flights
+        return []
 
-    def _next_end(self, timeout: float) -> _Ended | None:
-        """Wait for a request to end; itself and its record, or None when none did in time."""
+    def _next_end(self, timeout: float) -> list[_Ended]:
+        """Wait for a request to end; itself and its record, or nothing when none did in time."""
         try:
             if self._wait is None:
                 flight = self._ended.get(timeout=max(0.0, timeout))
@@ -195,9 +214,9 @@ class _Driver:
             # Asked in this order: a target may have delivered ends and died since the wait.
             if failure is not None and self._ended.empty():
                 self._failure = failure
-            return None
+            return []
         del self._in_flight[flight.request_id]
-        return flight.request, self._record(flight.stats())
+        return [(flight.request, self._record(flight.stats()))]
 
     def _record(self, stats: RequestStats) -> RequestStats:
         self._stats.append(stats)
@@ -233,6 +252,12 @@ class _Progress:
     def _report(self) -> None:
         self._reported, self._reported_at = self._done, self._clock()
         self._sink.on_phase(Phase(self._phase, self._done, self._total))
+
+
+def _listener(flights: Mapping[str, Flight]) -> Callable[[StreamEvent], None]:
+    if len(flights) == 1:
+        return next(iter(flights.values())).on_event
+    return lambda event: flights[event.request_id].on_event(event)
 
 
 def _place(request: WorkloadRequest, warmup: bool) -> str:

@@ -16,7 +16,9 @@ _CLOCK = "Clock: time.perf_counter() in this process, read when the step that co
 
 DEFINITIONS: dict[str, MetricDefinition] = {
     "num_requests": MetricDefinition(
-        "Requests", "", "Measured requests sent, however they ended; warm-up requests are left out."
+        "Requests",
+        "",
+        "Measured requests sent, however they ended; each sample of a prompt is one. Warm-up requests are left out.",
     ),
     "num_failed": MetricDefinition(
         "Failed requests",
@@ -54,7 +56,13 @@ DEFINITIONS: dict[str, MetricDefinition] = {
         "Time to first token (TTFT)",
         "ms",
         "t(first delivery) − t(arrival) per request, which is queue + prefill. The arrival is the moment the workload "
-        f"planned, so waiting counts wherever it happens. {_FINISHED} {_CLOCK}",
+        "planned, so waiting counts wherever it happens; each sample of a prompt has its own first token. "
+        f"{_FINISHED} {_CLOCK}",
+    ),
+    "ttft_ms_by_priority": MetricDefinition(
+        "TTFT by priority",
+        "ms",
+        "The time to first token of the requests of each priority number; nothing where all have the same.",
     ),
     "queue_ms": MetricDefinition(
         "Queue", "ms", f"t(start of the first step that ran any of its tokens) − t(arrival) per request. {_CLOCK}"
@@ -88,6 +96,22 @@ DEFINITIONS: dict[str, MetricDefinition] = {
         "Preemptions",
         "",
         "Σ times a measured request had to give up its KV blocks, and was computed again or came back from host memory.",
+    ),
+    "preemptions_swapped": MetricDefinition(
+        "Preempted by swapping",
+        "",
+        "Σ over measured steps of the preempted requests whose KV went to host memory; the others were computed again. "
+        "Nothing where none was swapped.",
+    ),
+    "swapped_out_bytes": MetricDefinition(
+        "Swapped out",
+        "bytes",
+        "Σ over measured steps of the KV copied to host memory, in whole blocks; what was there already is not copied.",
+    ),
+    "swapped_in_bytes": MetricDefinition(
+        "Swapped in",
+        "bytes",
+        "Σ over measured steps of the KV copied back, in whole blocks; what the prefix cache still had is not copied.",
     ),
     "prefix_cache_hit_rate": MetricDefinition(
         "Prefix cache hit rate",

@@ -16,6 +16,7 @@ from backend.metrics.stats import (
     StepStats,
     TelemetrySample,
 )
+from backend.metrics.summary import SwapTotals
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +69,13 @@ class SinkGroup:
 
 
 class PeakSink:
-    """The most KV cache used in the measured part, and the most memory in the whole run."""
+    """The most KV cache used and what was swapped in the measured part, and the most memory in the whole run."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._measured_from: float | None = None
         self.kv_cache_usage: float | None = None  # 0..1
+        self.swapped = SwapTotals()
         self.memory_bytes: int | None = None
 
     def on_phase(self, phase: Phase) -> None:
@@ -83,6 +85,7 @@ class PeakSink:
     def on_step(self, stats: StepStats) -> None:
         if self._measured_from is not None and stats.start_time >= self._measured_from:
             self.kv_cache_usage = max(self.kv_cache_usage or 0.0, stats.kv_cache_usage)
+            self.swapped.add(stats)
 
     def on_sample(self, sample: TelemetrySample) -> None:
         device = sample.device_memory_bytes

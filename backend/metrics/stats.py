@@ -1,12 +1,12 @@
-"""Records of what happened, the sink they go to, and every formula computed from them. No torch.
+"""Records of what happened, the sink they go to, and the formulas of one request. No torch. See `summary` for a run's.
 
 One clock: `time.perf_counter()` in seconds for every `*_time`; durations are in milliseconds where the name says `_ms`.
-A value that does not exist is None. Percentiles interpolate linearly, `std` is the population's (numpy's defaults).
+A value that does not exist is None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal, Protocol
@@ -68,7 +68,7 @@ class RequestStats:
     """One request from arrival to end. What a target cannot tell is None."""
 
     request_id: str
-    index: int  # position in the workload; warm-up requests count from 0 on their own
+    index: int  # its prompt's position in the workload; warm-up requests count from 0 on their own
     warmup: bool
     status: Literal["finished", "failed", "cancelled"]
     finish_reason: Literal["stop", "length", "abort", "error"]
@@ -86,6 +86,7 @@ class RequestStats:
     text: str | None
     token_ids: tuple[int, ...] | None
     parent_id: str | None = None  # the prompt whose sample it is; None for the only one of its prompt
+    priority: int = 0  # as it was asked for; lower first, where the target heeds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class RunStart:
     load: Mapping[str, Any]  # seconds, bytes, parameters, num_blocks, what came from where
     notices: tuple[str, ...]  # what the engine decided otherwise than asked, one sentence each
     cache_state: Mapping[str, Any]  # {"state": "cold" | "warm", "num_cached_tokens": int}
-    num_requests: int  # measured requests, warm-up excluded
+    num_requests: int  # measured requests, each sample of a prompt one, warm-up excluded
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +155,25 @@ class RunSummary:
     request_throughput_req_s: float | None
     goodput_req_s: float | None
     ttft_ms: Distribution
+    ttft_ms_by_priority: Mapping[str, Distribution] | None  # of each number in use, lowest first; None for a single one
     tpot_ms: Distribution
     itl_ms: Distribution
     e2el_ms: Distribution
     kv_cache_usage_max: float | None
     preemptions: int | None
+    # Of the preempted requests, those whose KV went to host memory, and what was copied; None where nothing was.
+    preemptions_swapped: int | None
+    swapped_out_bytes: int | None
+    swapped_in_bytes: int | None
     prefix_cache_hit_rate: float | None
     draft_acceptance_rate: float | None
     mean_acceptance_length: float | None
     peak_memory_bytes: int | None
+
+
+def summary_to_dict(summary: RunSummary) -> dict[str, Any]:
+    """Nested plain data for JSON: what does not exist is None, never NaN."""
+    return asdict(summary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +222,7 @@ class StatsSink(Protocol):
     def on_run_end(self, end: RunEnd) -> None: ...
 
 
-# Formulas, per request. Times are read when the target hands an output over, not when a page shows it.
+# Formulas of one request. Times are read when the target hands an output over, not when a page shows it.
 
 
 def queue_ms(stats: RequestStats) -> float | None:
@@ -262,99 +273,9 @@ def meets_slo(stats: RequestStats, limits: Mapping[str, float]) -> bool:
     return stats.status == "finished" and all(value is not None and value <= limit for value, limit in measured)
 
 
-# Formulas, per run.
-
-
-def distribution(values: Iterable[float | None]) -> Distribution:
-    """Mean, population std and linearly interpolated percentiles of the values that exist."""
-    import numpy as np  # here, so that commands which only list or configure runs start without it
-
-    sample = np.array([value for value in values if value is not None], dtype=np.float64)
-    if sample.size == 0:
-        return Distribution()
-    p50, p90, p95, p99 = (float(value) for value in np.percentile(sample, (50, 90, 95, 99)))
-    mean, std = float(sample.mean()), float(sample.std())
-    return Distribution(mean, std, p50, p90, p95, p99, float(sample.min()), float(sample.max()), int(sample.size))
-
-
-def measured_duration_s(requests: Iterable[RequestStats]) -> float:
-    """From the first arrival to the last delivery or end, over the measured requests; 0 when there are none."""
-    measured = [request for request in requests if not request.warmup]
-    if not measured:
-        return 0.0
-    start = min(request.arrival_time for request in measured)
-    return max(0.0, max(max((*request.emission_times, request.finish_time)) for request in measured) - start)
-
-
-def summarize(
-    requests: Sequence[RequestStats],
-    *,
-    slo_limits: Mapping[str, float],
-    kv_cache_usage_max: float | None = None,
-    peak_memory_bytes: int | None = None,
-) -> RunSummary:
-    """The figures of a run, warm-up left out. Only finished requests enter tokens, rates and latencies."""
-    measured = [request for request in requests if not request.warmup]
-    finished = [request for request in measured if request.status == "finished"]
-    duration_s = measured_duration_s(measured)
-
-    def rate(amount: float | None) -> float | None:
-        return amount / duration_s if amount is not None and finished and duration_s > 0 else None
-
-    input_tokens = _input_tokens(finished)
-    output_tokens = sum(request.num_output_tokens for request in finished)
-    good = sum(meets_slo(request, slo_limits) for request in measured) if slo_limits else None
-    return RunSummary(
-        num_requests=len(measured),
-        num_failed=sum(request.status == "failed" for request in measured),
-        duration_s=duration_s,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        output_throughput_tok_s=rate(output_tokens),
-        total_throughput_tok_s=rate(None if input_tokens is None else input_tokens + output_tokens),
-        request_throughput_req_s=rate(len(finished)),
-        goodput_req_s=rate(good),
-        ttft_ms=distribution(ttft_ms(request) for request in finished),
-        tpot_ms=distribution(tpot_ms(request) for request in finished),
-        itl_ms=distribution(gap for request in finished for gap in itl_ms(request)),
-        e2el_ms=distribution(e2el_ms(request) for request in finished),
-        kv_cache_usage_max=kv_cache_usage_max,
-        preemptions=_sum_known(request.num_preemptions for request in measured),
-        prefix_cache_hit_rate=_hit_rate(measured),
-        draft_acceptance_rate=None,
-        mean_acceptance_length=None,
-        peak_memory_bytes=peak_memory_bytes,
-    )
-
-
-def summary_to_dict(summary: RunSummary) -> dict[str, Any]:
-    """Nested plain data for JSON: what does not exist is None, never NaN."""
-    return asdict(summary)
-
-
-def _input_tokens(requests: Sequence[RequestStats]) -> int | None:
-    """Of each prompt once: its samples are requests of their own."""
-    alone = [request.num_prompt_tokens for request in requests if request.parent_id is None]
-    sampled = {request.parent_id: request.num_prompt_tokens for request in requests if request.parent_id is not None}
-    return _sum_known([*alone, *sampled.values()])
-
-
-def _hit_rate(requests: Iterable[RequestStats]) -> float | None:
-    """Cached / looked up prompt tokens of the requests that looked; None where none did."""
-    looked_up = [it for it in requests if it.num_cached_tokens is not None and it.num_prompt_tokens]
-    num_tokens = sum(it.num_prompt_tokens or 0 for it in looked_up)
-    return sum(it.num_cached_tokens or 0 for it in looked_up) / num_tokens if num_tokens else None
-
-
 def _ms_between(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else (end - start) * 1e3
 
 
 def _first(times: Sequence[float]) -> float | None:
     return times[0] if times else None
-
-
-def _sum_known(values: Iterable[int | None]) -> int | None:
-    """The sum of the values a target could tell; None when it could tell none."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None

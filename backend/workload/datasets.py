@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from backend.errors import ConfigError
 from backend.sampling_params import SamplingParams
 from backend.workload.conversations import Turn
-from backend.workload.draws import Purpose, request_seed, token_ids
+from backend.workload.draws import Purpose, priorities, request_seed, token_ids
 from backend.workload.plans import PlannedRequest, plan_requests, plan_warmup
 from backend.workload.plans import count_requests as count_requests
 from backend.workload.spec import (
@@ -32,6 +32,7 @@ class WorkloadRequest:
     sampling: SamplingParams
     arrival_s: float | None  # after the measured part's start; None where earlier ends decide, and for warm-up
     turn: Turn | None = None  # where it is one of a conversation
+    priority: int = 0
 
 
 def check_workload(workload: Workload) -> None:
@@ -40,8 +41,23 @@ def check_workload(workload: Workload) -> None:
     plan_warmup(workload)
 
 
-def workload_notices(workload: Workload, max_model_len: int | None) -> tuple[str, ...]:
-    """What the target's context makes otherwise than asked, a sentence each. Raises `ConfigError` as `build_requests`."""
+def workload_notices(workload: Workload, max_model_len: int | None, policy: str | None = None) -> tuple[str, ...]:
+    """What comes out otherwise than asked or expected, a sentence each. Raises `ConfigError` as `build_requests`.
+
+    Args:
+        workload: what is asked.
+        max_model_len: as for `build_requests`.
+        policy: the target's `scheduler.policy`; None where it is not known.
+    """
+    notices = []
+    if workload.priorities and policy not in (None, "priority"):
+        notices.append(f"workload.priorities are not heeded: scheduler.policy is {policy!r}, and only 'priority' does")
+    if workload.sampling.n > 1 and workload.sampling.temperature == 0:
+        notices.append(f"the {workload.sampling.n} samples of each prompt are alike: sampling.temperature is 0")
+    return (*notices, *_cut_notices(workload, max_model_len))
+
+
+def _cut_notices(workload: Workload, max_model_len: int | None) -> tuple[str, ...]:
     source = workload.source
     if max_model_len is None or not isinstance(source, TraceSource | MooncakeSource | ConversationsSource):
         return ()
@@ -101,6 +117,8 @@ def _build(
     if isinstance(workload.source, TraceSource | MooncakeSource):
         settings["ignore_eos"] = True
     prompts = _Prompts(workload, vocab_size, warmup=warmup)
+    places = [request.index if request.turn is None else request.turn.conversation for request in planned]
+    drawn = priorities(workload.priorities, workload.seed, max(places, default=-1) + 1, warmup=warmup)
     return [
         WorkloadRequest(
             index=request.index,
@@ -112,8 +130,9 @@ def _build(
             ),
             arrival_s=request.arrival_s,
             turn=request.turn,
+            priority=drawn[place],
         )
-        for request in planned
+        for request, place in zip(planned, places, strict=True)
     ]
 
 

@@ -9,6 +9,7 @@ rest as it was.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from enum import IntEnum
 from statistics import NormalDist
 
@@ -32,6 +33,7 @@ class Purpose(IntEnum):
     TURN_LENGTHS = 8
     THINK_TIMES = 9
     BLOCK_IDS = 10
+    PRIORITIES = 11
 
 
 def uniforms(seed: int, purpose: Purpose, count: int, *, index: int = 0, warmup: bool = False) -> NDArray[np.float64]:
@@ -63,6 +65,16 @@ def lengths(
         values = [round(length.mean + length.std * value) for value in _standard_normal(draws).tolist()]
         return [min(max(value, length.min), length.max) for value in values]
     return [length.value] * count
+
+
+def priorities(weights: Mapping[int, float], seed: int, count: int, *, warmup: bool = False) -> list[int]:
+    """`count` numbers, each as likely as its share of the weights; all 0 without weights."""
+    if not weights:
+        return [0] * count
+    numbers = sorted(weights)
+    shares = np.cumsum([weights[number] for number in numbers])
+    draws = uniforms(seed, Purpose.PRIORITIES, count, warmup=warmup)
+    return [numbers[place] for place in np.searchsorted(shares / shares[-1], draws, side="right").tolist()]
 
 
 def exponentials(

@@ -11,6 +11,7 @@ from backend.workload.conversations import Turn, count_turns, plan_turns, within
 from backend.workload.draws import Purpose, lengths
 from backend.workload.prompt_texts import prompt_texts
 from backend.workload.spec import (
+    MAX_REQUESTS,
     ConversationsSource,
     MooncakeSource,
     PromptsSource,
@@ -45,7 +46,7 @@ class Plan:
 
 
 def count_requests(workload: Workload) -> int:
-    """How many requests are measured where the context shortens nothing. Reads a file of prompts or of a trace.
+    """How many prompts are measured where the context shortens nothing. Reads a file of prompts or of a trace.
 
     Raises `ConfigError` when the source cannot be used.
     """
@@ -165,6 +166,12 @@ def _check(workload: Workload, planned: Sequence[PlannedRequest]) -> None:
         raise ConfigError(
             f"sampling.min_tokens = {workload.sampling.min_tokens} is above the shortest output_len of this workload, "
             f"{shortest}"
+        )
+    num_samples = len(planned) * workload.sampling.n
+    if num_samples > MAX_REQUESTS:
+        raise ConfigError(
+            f"sampling.n = {workload.sampling.n} of {len(planned):,} prompts are {num_samples:,} samples; at most "
+            f"{MAX_REQUESTS:,} are allowed"
         )
     num_tokens = sum(request.prefix_len + request.prompt_len for request in planned)
     if num_tokens > MAX_PROMPT_TOKENS:

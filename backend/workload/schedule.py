@@ -62,7 +62,7 @@ class Schedule:
         return self._waiting.popleft(), first
 
     def end(self, request: WorkloadRequest, stats: RequestStats) -> int:
-        """Take in how a request ended. Returns how many further turns are given up, as it had no answer to go on from."""
+        """Take in how a request, or the last sample of a prompt, ended. Returns how many further turns are given up for it."""
         further = None if request.turn is None else self._further[request.turn.conversation]
         given_up = 0
         if further and stats.status == "finished":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from backend.sampling_params import SamplingSettings
 from backend.settings import Settings
@@ -165,7 +166,7 @@ class AllAtOnce(Settings):
 
 
 class ClosedLoop(Settings):
-    """A new request starts when one ends: `concurrency` are always in flight."""
+    """A new request starts when one ends: `concurrency` are always in flight. The samples of a prompt are one of them."""
 
     kind: Literal["closed_loop"] = "closed_loop"
     concurrency: int = Field(4, ge=1, le=100_000)
@@ -222,6 +223,10 @@ Arrivals = Annotated[
 ]
 
 
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Weight = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+
+
 class Workload(Settings):
     """The default is what `servelab run` without files and the Run page's untouched form both run.
 
@@ -236,6 +241,11 @@ class Workload(Settings):
     warmup_requests: int = Field(1, ge=0, le=1000, description="Run first and left out of every figure.")
     reset_prefix_cache: bool = Field(
         True, description="Start without the KV of earlier runs, so that figures do not depend on them."
+    )
+    priorities: dict[Priority, Weight] = Field(
+        {},
+        description="How often each priority number is drawn, as in {0 = 0.2, 1 = 0.8}: lower is served first with "
+        "scheduler.policy = 'priority'. A conversation keeps its number. Without any, all have 0.",
     )
     seed: int = Field(0, ge=0, lt=2**63)
 
@@ -254,6 +264,25 @@ class Workload(Settings):
         source = data.get("source")
         kind = source.get("kind") if isinstance(source, Mapping) else getattr(source, "kind", None)
         return {**data, "arrivals": {"kind": _natural_arrivals(kind)}}
+
+    @field_validator("priorities", mode="before")
+    @classmethod
+    def _numbers_as_keys(cls, value: Any) -> Any:
+        """Keys of JSON and TOML are text."""
+        if not isinstance(value, Mapping):
+            return value
+        return {
+            int(key) if re.fullmatch(r"0|-?[1-9]\d{0,9}", str(key)) else key: weight for key, weight in value.items()
+        }
+
+    @model_validator(mode="after")
+    def _one_answer_to_go_on_from(self) -> Workload:
+        if isinstance(self.source, ConversationsSource) and self.sampling.n > 1:
+            raise ValueError(
+                f"sampling.n = {self.sampling.n} with source.kind = 'conversations': a conversation goes on from one "
+                "answer; allowed: 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _times_to_arrive_at(self) -> Workload:

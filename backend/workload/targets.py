@@ -46,12 +46,13 @@ class Target(Protocol):
         sampling: SamplingParams,
         on_event: Callable[[StreamEvent], None],
         arrival_time: float | None = None,
+        priority: int = 0,
     ) -> None:
         """Start a request. Thread-safe; `on_event` is called from the target's thread and must return at once.
 
         Raises `RequestError` when the request can never be served; nothing is delivered then. Otherwise exactly one event
         carries a `finish_reason`, and it is the last; with `sampling.n` above 1, one for each sample, whose events have the
-        ids of `backend.request.sample_ids`.
+        ids of `backend.request.sample_ids`. A target that knows priorities serves the lowest number first.
         """
 
     def abort(self, request_id: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from app.services import Services
 from backend.config import EngineConfig
 from backend.metrics.ledger import LEDGER_KIND, StepLedger
-from backend.metrics.stats import RequestStats, RunEnd, RunStart, RunStatus, StepStats, summarize
+from backend.metrics.stats import RequestStats, RunEnd, RunStart, RunStatus, StepStats
+from backend.metrics.summary import summarize
 from backend.workload.spec import Workload
 from db.recorder import RunRecorder
 from tests.metrics.traffic import Traffic, traffic

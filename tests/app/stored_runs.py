@@ -9,7 +9,8 @@ from typing import Any
 from app.services import Services
 from backend.config import EngineConfig
 from backend.metrics.live import LiveRun, LiveSnapshot
-from backend.metrics.stats import Phase, RequestStats, RunEnd, RunStart, RunStatus, StatsSink, StepStats, summarize
+from backend.metrics.stats import Phase, RequestStats, RunEnd, RunStart, RunStatus, StatsSink, StepStats
+from backend.metrics.summary import summarize
 from backend.workload.spec import Workload
 from db.recorder import RunRecorder
 

@@ -21,7 +21,8 @@ import pytest
 from app.cli import main
 from app.services import Services
 from backend.config import EngineConfig
-from backend.metrics.stats import RequestStats, RunEnd, RunStart, RunStatus, summarize
+from backend.metrics.stats import RequestStats, RunEnd, RunStart, RunStatus
+from backend.metrics.summary import summarize
 from backend.workload.spec import Workload
 from db.recorder import RunRecorder
 

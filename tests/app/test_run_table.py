@@ -31,6 +31,11 @@ TRACE = {"kind": "trace", "file": "/data/azure.csv"}
             },
             "4 conversations, constant rate 2/s, uniform out",
         ),
+        ({"sampling": {"n": 4}}, "16 built-in chat prompts × 4 samples, all at once, 64 out"),
+        (
+            {"source": {"kind": "synthetic"}, "priorities": {"10": 0.5, "-1": 1.0, "2": 1.0}},
+            "16 synthetic of priority -1, 2, 10, all at once, 64 out",
+        ),
         (
             {"source": {"kind": "prompts", "file": "/a/p.jsonl", "chat": False}},
             "p.jsonl raw prompts, all at once, 64 out",
@@ -43,3 +48,9 @@ TRACE = {"kind": "trace", "file": "/data/azure.csv"}
 )
 def test_a_workload_in_words(data: dict[str, Any], words: str) -> None:
     assert workload_text(Workload.from_dict(data).to_dict()) == words
+
+
+def test_a_workload_stored_before_samples_and_priorities() -> None:
+    stored = Workload().to_dict()
+    del stored["priorities"], stored["sampling"]["n"]
+    assert workload_text(stored) == workload_text(Workload().to_dict())

@@ -39,6 +39,7 @@ RUNS = [
                 "arrivals": {"kind": "poisson", "rate": 0.5},
                 "output_len": {"kind": "normal", "mean": 20.0, "std": 3.0, "min": 1, "max": 40},
                 "sampling": {
+                    "n": 3,
                     "temperature": 0.7,
                     "top_p": 0.9,
                     "ignore_eos": True,
@@ -46,6 +47,7 @@ RUNS = [
                     "stop_token_ids": [2, 3],
                 },
                 "slo": {"preset": "chat", "ttft_ms": 150.0},
+                "priorities": {"0": 0.25, "-1": 1.0},
                 "warmup_requests": 0,
                 "seed": 7,
             }

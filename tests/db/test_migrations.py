@@ -16,11 +16,11 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, inspect, text
 
 from db.migrations.schema import HEAD, alembic_config, check_schema
-from db.models import Base, SampleRow, StepRow
+from db.models import Base, RequestRow, SampleRow, StepRow
 from db.repository import RunRepository
-from db.run_rows import sample_row, step_row
+from db.run_rows import request_row, sample_row, step_row
 from db.session import Database, migrating_connection
-from tests.db.records import CONFIG, ROOT, WORKLOAD, make_sample, make_step
+from tests.db.records import CONFIG, ROOT, WORKLOAD, make_request, make_sample, make_step
 
 TABLES = {"runs", "requests", "steps", "samples", "chunks", "kernel_results"}
 
@@ -116,6 +116,22 @@ def test_steps_of_older_runs_have_swapped_nothing(url: str) -> None:
     (step,) = RunRepository(database).steps(run_id)
     names = ("num_swapped", "num_swapped_out_blocks", "num_swapped_in_blocks", "swapped_bytes")
     assert [step[name] for name in names] == [0] * 4
+    database.close()
+
+
+def test_requests_of_older_runs_had_one_priority(url: str) -> None:
+    database = Database.open(url)
+    run_id = RunRepository(database).create(CONFIG, WORKLOAD)
+    rows = [request_row(run_id, make_request(index, priority=index - 1), 0.0) for index in range(3)]
+    RunRepository(database).record(run_id, {}, {RequestRow: rows})
+    assert [request["priority"] for request in RunRepository(database).requests(run_id)] == [-1, 0, 1]
+    database.close()
+    old = create_engine(url)
+    with old.begin() as connection:
+        command.downgrade(alembic_config(connection), "0003")
+    old.dispose()
+    database = Database.open(url)
+    assert [request["priority"] for request in RunRepository(database).requests(run_id)] == [0, 0, 0]
     database.close()
 
 

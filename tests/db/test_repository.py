@@ -233,6 +233,19 @@ def test_times_of_requests_leave_out_what_grows_with_their_tokens(repository: Ru
     assert repository.emission_times(run_id, "r9") == repository.emission_times(run_id + 1, "r1") == []
 
 
+def test_tokens_of_requests_in_the_order_in_which_they_were_stored(repository: RunRepository) -> None:
+    run_id, other = (repository.create(CONFIG, WORKLOAD) for _ in range(2))
+    for index in (1, 0):
+        stats = make_request(index, prompt="hello", token_ids=(4, 5), num_prompt_tokens=3)
+        repository.record(run_id, {}, {RequestRow: [request_row(run_id, stats, 100.0)]})
+    rows = repository.request_tokens(run_id)
+    assert [row["request_id"] for row in rows] == ["r1", "r0"]
+    for row in rows:
+        assert (row["prompt"], row["token_ids"], row["num_prompt_tokens"]) == ("hello", [4, 5], 3)
+    assert repository.request_tokens(run_id, after=rows[0]["row_id"]) == rows[1:]
+    assert repository.request_tokens(run_id, after=rows[1]["row_id"]) == repository.request_tokens(other) == []
+
+
 def test_times_of_steps(repository: RunRepository) -> None:
     run_id = repository.create(CONFIG, WORKLOAD)
     add_steps(repository, run_id, [make_step(2), make_step(0), make_step(1, duration_ms=float("nan")), make_step(3)])

@@ -15,7 +15,8 @@ from typing import Any
 from backend.config import EngineConfig
 from backend.core.kv_cache_manager import KVGroupSpec
 from backend.core.output import FinishedOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
-from backend.engine.engine_host import STEPPING_SWITCH_INTERVAL_S, EngineHost
+from backend.engine.engine_host import EngineHost
+from backend.engine.interpreter import STEPPING_SWITCH_INTERVAL_S
 from backend.engine.llm_engine import LLMEngine
 from backend.experiments.flight import Flight
 from backend.metrics.live import LiveRun

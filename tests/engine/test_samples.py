@@ -17,7 +17,8 @@ from backend.engine.engine_host import EngineHost
 from backend.errors import ConfigError
 from backend.metrics.ledger_reader import LedgerReader
 from backend.metrics.pool_history import PoolHistory
-from backend.metrics.stats import RequestStats, summarize
+from backend.metrics.stats import RequestStats
+from backend.metrics.summary import summarize
 from backend.request import sample_ids
 from backend.sampling_params import SamplingParams, sample_seed
 from backend.workload.targets import StreamEvent

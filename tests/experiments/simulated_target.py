@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from backend.request import sample_ids
 from backend.sampling_params import SamplingParams
 from backend.workload.targets import Prompt, StreamEvent
 
@@ -26,7 +27,7 @@ def tokens(count: int, first: float = 0.1, gap: float = 0.01) -> Plan:
 
 
 class SimulatedTarget:
-    """Serves up to `capacity` requests at once, first come, first served, as `plan` says.
+    """Serves up to `capacity` requests at once, first come, first served, as `plan` says; each sample is one.
 
     `clock` and `wait` go to the driver: waiting moves the clock on to the next delivery, or by the seconds asked for.
     """
@@ -38,6 +39,7 @@ class SimulatedTarget:
         self.in_flight: set[str] = set()
         self.most_in_flight = 0
         self.submitted: list[tuple[str, float, float | None]] = []  # request id, when sent, arrival
+        self.priorities: dict[str, int] = {}
         self.aborted: list[str] = []
         self.on_wait: Callable[[], None] = lambda: None
         self.deaf = False  # ignores aborts
@@ -69,13 +71,15 @@ class SimulatedTarget:
         sampling: SamplingParams,
         on_event: Callable[[StreamEvent], None],
         arrival_time: float | None = None,
+        priority: int = 0,
     ) -> None:
-        plan = self.plan(request_id, prompt, sampling)
+        plans = {key: self.plan(key, prompt, sampling) for key in sample_ids(request_id, sampling.n)}
         self.submitted.append((request_id, self.now, arrival_time))
-        self.in_flight.add(request_id)
-        self._listeners[request_id] = on_event
+        self.priorities[request_id] = priority
+        self.in_flight |= plans.keys()
+        self._listeners |= dict.fromkeys(plans, on_event)
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
-        self._queue.append((request_id, plan))
+        self._queue.extend(plans.items())
         self._serve()
 
     def abort(self, request_id: str) -> None:

@@ -103,6 +103,7 @@ class Host:
         sampling: SamplingParams,
         on_event: Callable[[StreamEvent], None],
         arrival_time: float | None = None,
+        priority: int = 0,
     ) -> None:
         with self._lock:
             if self.state != "ready":

@@ -12,7 +12,8 @@ from backend.errors import EngineError, RequestError
 from backend.experiments.flight import Flight, under_way
 from backend.experiments.runner import ABORT_TIMEOUT_S, WorkloadResult, run_workload
 from backend.metrics.sinks import PeakSink
-from backend.metrics.stats import Phase, RequestStats, e2el_ms, queue_ms, summarize, tpot_ms, ttft_ms
+from backend.metrics.stats import Phase, RequestStats, e2el_ms, queue_ms, tpot_ms, ttft_ms
+from backend.metrics.summary import summarize
 from backend.sampling_params import SamplingParams
 from backend.workload.datasets import build_requests, build_warmup_requests
 from backend.workload.spec import Workload
@@ -318,7 +319,13 @@ class ThreadedTarget:
     """Delivers in real time, from a thread per request."""
 
     def submit(
-        self, request_id: str, prompt: Prompt, sampling: SamplingParams, on_event: Any, arrival_time: Any = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        on_event: Any,
+        arrival_time: Any = None,
+        priority: int = 0,
     ) -> None:
         def serve() -> None:
             for index in range(sampling.max_tokens):

@@ -13,7 +13,8 @@ import pytest
 from backend.errors import RequestError
 from backend.experiments.runner import POLL_S, WorkloadResult, run_workload
 from backend.metrics.sinks import PeakSink
-from backend.metrics.stats import Phase, RequestStats, summarize
+from backend.metrics.stats import Phase, RequestStats
+from backend.metrics.summary import summarize
 from backend.sampling_params import SamplingParams
 from backend.workload.datasets import WorkloadRequest, build_requests, build_warmup_requests
 from backend.workload.spec import Workload
@@ -38,6 +39,7 @@ class Target(SimulatedTarget):
         sampling: SamplingParams,
         on_event: Any,
         arrival_time: float | None = None,
+        priority: int = 0,
     ) -> None:
         assert prompt.token_ids is not None
         self.prompts[request_id] = prompt.token_ids
@@ -47,7 +49,7 @@ class Target(SimulatedTarget):
                 self.log.append(("end", request_id))
             on_event(event)
 
-        super().submit(request_id, prompt, sampling, on_event_too, arrival_time)
+        super().submit(request_id, prompt, sampling, on_event_too, arrival_time, priority)
         self.log.append(("submit", request_id))
 
 

@@ -15,18 +15,16 @@ from backend.metrics.stats import (
     RequestStats,
     RunSummary,
     StepStats,
-    distribution,
     e2el_ms,
     itl_ms,
-    measured_duration_s,
     meets_slo,
     prefill_ms,
     queue_ms,
-    summarize,
     summary_to_dict,
     tpot_ms,
     ttft_ms,
 )
+from backend.metrics.summary import SwapTotals, distribution, measured_duration_s, summarize
 
 
 def make_request(times: list[float], tokens: list[int], **changes: Any) -> RequestStats:
@@ -218,6 +216,28 @@ def test_what_a_target_cannot_tell_is_none():
     assert summary.preemptions is None
     assert summary.output_throughput_tok_s is not None
     assert summarize([replace(silent, num_preemptions=2), decode(1)], slo_limits={}).preemptions == 2
+
+
+def test_ttft_of_each_priority():
+    """Of finished requests; a class that had none is there with nothing, and a single one is no class."""
+    late = make_request([0.9], [1], status="cancelled", finish_reason="abort", priority=10)
+    requests = [decode(2, first=0.1), decode(2, first=0.3), replace(decode(2, first=0.5), priority=-2), late]
+    summary = summarize([*requests, replace(decode(1), warmup=True, priority=99)], slo_limits={})
+    classes = summary.ttft_ms_by_priority
+    assert classes is not None
+    assert list(classes) == ["-2", "0", "10"]
+    assert (classes["0"].count, classes["0"].p50, classes["0"].max) == (2, pytest.approx(200), pytest.approx(300))
+    assert (classes["-2"].p50, classes["10"]) == (pytest.approx(500), Distribution())
+    assert json.loads(json.dumps(summary_to_dict(summary)))["ttft_ms_by_priority"]["-2"]["count"] == 1
+    assert summarize(requests[:2], slo_limits={}).ttft_ms_by_priority is None
+
+
+def test_what_was_swapped_is_told_where_anything_was():
+    summary = summarize([decode(2)], slo_limits={}, swapped=SwapTotals(2, 300, 200))
+    assert (summary.preemptions_swapped, summary.swapped_out_bytes, summary.swapped_in_bytes) == (2, 300, 200)
+    for nothing in (None, SwapTotals()):
+        summary = summarize([decode(2)], slo_limits={}, swapped=nothing)
+        assert (summary.preemptions_swapped, summary.swapped_out_bytes, summary.swapped_in_bytes) == (None,) * 3
 
 
 def test_every_figure_has_a_definition():

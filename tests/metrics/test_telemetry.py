@@ -15,6 +15,7 @@ from backend.metrics.environment import environment
 from backend.metrics.gpu_monitor import TelemetrySampler
 from backend.metrics.sinks import PeakSink, SinkGroup
 from backend.metrics.stats import MemoryUse, Phase, RunEnd, StepStats, TelemetrySample
+from backend.metrics.summary import SwapTotals
 
 
 def test_sampler_samples_at_the_start_in_between_and_at_the_end():
@@ -123,6 +124,23 @@ def test_peaks_of_kv_cache_leave_the_warmup_out():
     peaks.on_phase(Phase("running", 0, 1))
     peaks.on_step(half)
     assert peaks.kv_cache_usage == 0.5
+
+
+def test_what_was_swapped_is_added_up_without_the_warmup():
+    """Blocks of 100 bytes; a request may go out without any, when the host has all of it already."""
+    now = [10.0]
+    peaks = PeakSink(lambda: now[0])
+
+    def step(end_time: float, num_swapped: int, num_out: int, num_in: int) -> StepStats:
+        counts = (num_swapped, num_out, num_in, 100 * (num_out + num_in))
+        return StepStats(0, end_time, 50.0, 1, 1, 1, 1, 0, 1, 1, 1, 0, num_swapped, 4, 2, 2, *counts)
+
+    peaks.on_phase(Phase("warming up", 0, 1))
+    peaks.on_step(step(9.9, 7, 7, 7))
+    peaks.on_phase(Phase("running", 0, 1))
+    for swapped in (step(10.1, 2, 30, 0), step(10.2, 0, 0, 0), step(10.3, 1, 0, 0), step(10.4, 1, 12, 25)):
+        peaks.on_step(swapped)
+    assert peaks.swapped == SwapTotals(4, 4200, 2500)
 
 
 def test_peak_memory_is_the_devices_where_there_is_one():
