@@ -38,19 +38,24 @@ _COLOURS = (
     "#7B61C4",
     "#A65A2A",
 )
-_NUMBERED = re.compile(r"(?:.*?-)??(warmup-)?(\d+)")  # as the runner names its requests
+_NUMBERED = re.compile(r"(?:.*?-)??(?:(warmup-)?(\d+)(/\d+)?|c(\d+)-t(\d+))")  # as the runner names its requests
 
 
 def request_name(request_id: str) -> str:
-    """What stands behind "request": its number in the workload, "warm-up 0", or an id of another kind as it is."""
+    """What stands behind "request": its number in the workload, "warm-up 0", "7/1" for the second sample of a prompt, "c2-t1"
+    for the second turn of the third conversation, or an id of another kind as it is."""
     match = _NUMBERED.fullmatch(request_id)
-    return f"{'warm-up ' if match[1] else ''}{match[2]}" if match else request_id
+    if match is None:
+        return request_id
+    if match[4]:
+        return f"c{match[4]}-t{match[5]}"
+    return f"{'warm-up ' if match[1] else ''}{match[2]}{match[3] or ''}"
 
 
 def request_colour(request_id: str) -> str:
     """Of the id alone, so that a request keeps it from step to step; neighbours in the workload differ."""
     match = _NUMBERED.fullmatch(request_id)
-    place = int(match[2]) if match else zlib.crc32(request_id.encode())
+    place = int(match[2] or match[4]) if match else zlib.crc32(request_id.encode())
     return _COLOURS[place % len(_COLOURS)]
 
 

@@ -1,4 +1,4 @@
-"""Which run and step the KV cache page shows: in the address, in the session, and from the database."""
+"""Which run, step and request the KV cache page shows: in the address, in the session, and from the database."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ from db.run_rows import Run
 RUN = "kv-run"
 STEP = "kv-at"  # the step that was scrubbed to; None: where the page begins
 FOLLOW = "kv-follow"
+REQUEST = "kv-prefix-request"  # that is looked into, as `kv_cache_map.request_name` names it
 ADDRESS = "kv-address"
+
+VIEW = "view"  # which of the page's tabs is open
+BLOCKS, PREFIX_CACHE = "Blocks", "Prefix cache"
 
 MAX_POINTS = 300  # of the chart
 _MAX_TIMES = 10_000  # rows: runs with more steps have some of their times interpolated
 _MAX_LISTED = 200
 _SOURCE = "kv-source"
+_NAMES = ("run", "step", "request")  # in the address
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +70,12 @@ def pick(services: Services) -> Run | None:
     return runs[st.session_state[RUN]]
 
 
-def write_address(run_id: int, step: int | None) -> None:
+def write_address(run_id: int, step: int | None, request: str | None = None) -> None:
     """A step that is followed has no place in the address: who opens it follows as well."""
-    wanted = {"run": str(run_id)} | ({} if step is None else {"step": str(step)})
-    st.session_state[ADDRESS] = (wanted["run"], wanted.get("step", ""))
-    for name in ("run", "step"):
+    wanted = {"run": str(run_id)}
+    wanted |= {name: str(value) for name, value in (("step", step), ("request", request)) if value is not None}
+    st.session_state[ADDRESS] = tuple(wanted.get(name, "") for name in _NAMES)
+    for name in _NAMES:
         if name in wanted and st.query_params.get(name) != wanted[name]:
             st.query_params[name] = wanted[name]
         elif name not in wanted and name in st.query_params:
@@ -102,7 +108,7 @@ def load(services: Services, run: Run) -> Source | None:
 def _follow_address(services: Services, runs: dict[int, Run]) -> None:
     """Take what the address says when something else than the page changed it; see to it that the run can be shown."""
     state = st.session_state
-    address = (st.query_params.get("run", ""), st.query_params.get("step", ""))
+    address = tuple(st.query_params.get(name, "") for name in _NAMES)
     if address != state.get(ADDRESS) or RUN not in state:
         asked = parse_run_id(address[0])
         run = services.repository.get(asked) if asked is not None and asked not in runs else None
@@ -113,6 +119,9 @@ def _follow_address(services: Services, runs: dict[int, Run]) -> None:
         state[RUN] = asked
         state[STEP] = int(address[1]) if address[1].isdecimal() and asked in runs else None
         state[FOLLOW] = state[STEP] is None
+        state[REQUEST] = address[2] or None
+        if state[REQUEST] is not None and "view" not in st.query_params:
+            state[VIEW] = PREFIX_CACHE
     if state.get(RUN) not in runs:
         state[RUN], state[STEP], state[FOLLOW] = _default(services, runs), None, True
     if not runs:
@@ -128,7 +137,7 @@ def _default(services: Services, runs: dict[int, Run]) -> int | None:
 
 
 def _begin_anew() -> None:
-    st.session_state[STEP], st.session_state[FOLLOW] = None, True
+    st.session_state[STEP], st.session_state[FOLLOW], st.session_state[REQUEST] = None, True, None
 
 
 def _name(run: Run) -> str:

@@ -220,11 +220,19 @@ def test_a_run_is_linked_from_its_details(services: FakeServices) -> None:
 
 
 def test_names_and_colours_of_requests() -> None:
-    names = {"run-3-12": "12", "12-warmup-0": "warm-up 0", "7": "7", "chatcmpl-ab3f": "chatcmpl-ab3f"}
+    names = {
+        "run-3-12": "12",
+        "run3-c2-t11": "c2-t11",
+        "run3-7/1": "7/1",
+        "12-warmup-0": "warm-up 0",
+        "7": "7",
+        "chatcmpl-ab3f": "chatcmpl-ab3f",
+    }
     assert {key: request_name(key) for key in names} == names
     colours = [request_colour(f"1-{index}") for index in range(7)]
     assert len(set(colours)) == 7
     assert [request_colour(f"1-{index}") for index in range(7)] == colours
+    assert [request_colour(f"run1-c{index}-t4") for index in range(7)] == colours, "by conversation"
 
 
 def test_hundred_thousand_blocks_are_four_bytes_each() -> None:

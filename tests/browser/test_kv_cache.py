@@ -181,6 +181,33 @@ def test_it_draws_when_something_has_changed_only(dashboard: Dashboard, page: Pa
     check_counts(page, ledger, step)
 
 
+@pytest.mark.parametrize("width", [1440, 420])
+def test_what_the_prefix_cache_did_is_what_the_run_has_counted(
+    dashboard: Dashboard, chromium: Browser, width: int
+) -> None:
+    """Also that a link to a request opens it, and that the way back leads to the blocks."""
+    context = chromium.new_context(viewport={"width": width, "height": 900})
+    page = context.new_page()
+    rows = [row for row in dashboard.repository.requests(1) if not row["warmup"]]
+    found = {str(row["index"]): row["num_cached_tokens"] for row in rows}
+    name = max(found, key=lambda index: found[index])
+    visit(page, f"{dashboard.url}/kv-cache?run=1&request={name}")
+    saved = page.get_by_test_id("stMetric").filter(has_text="Saved")
+    expect(saved.get_by_test_id("stMetricValue")).to_have_text(f"{sum(found.values()):,}")
+    expect(page.get_by_text(f"{found[name]} of its {rows[0]['num_prompt_tokens']} prompt tokens")).to_be_visible()
+    expect(page.get_by_text("First token that differs")).to_be_visible()
+    expect(page.get_by_test_id("stVegaLiteChart").get_by_role("img")).to_be_visible()
+    main = page.get_by_test_id("stMain")
+    assert main.evaluate("element => element.scrollWidth - element.clientWidth") <= 0
+    page.get_by_role("button", name="Largest miss").click()
+    settle(page)
+    expect(page).to_have_url(re.compile(r"request=\d+"))
+    page.get_by_role("tab", name="Blocks").click()
+    expect(page.locator("canvas[data-step]")).to_be_visible()
+    expect(page).to_have_url(re.compile(r"run=1&step=\d+$"))
+    context.close()
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(1440, "dark"), (800, "light"), (400, "dark")])
 def test_it_fits(dashboard: Dashboard, chromium: Browser, ledger: LedgerReader, width: int, scheme: str) -> None:
     context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
