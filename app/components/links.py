@@ -45,8 +45,10 @@ def kernels_link(run_id: int, label: str | None = None) -> None:
     )
 
 
-def kv_cache_link(run_id: int, label: str = "KV blocks") -> None:
-    st.page_link(KV_CACHE, label=label, icon=":material/grid_on:", query_params={"run": str(run_id)})
+def kv_cache_link(run_id: int, label: str = "KV blocks", request: str | None = None) -> None:
+    """With a request, as the page names it, to what the prefix cache had of its prompt."""
+    query = {"run": str(run_id)} | ({} if request is None else {"request": request})
+    st.page_link(KV_CACHE, label=label, icon=":material/grid_on:", query_params=query)
 
 
 def scheduler_link(run_id: int, label: str = "Schedule", beside: int | None = None) -> None:

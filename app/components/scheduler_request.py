@@ -11,7 +11,7 @@ import pandas as pd
 import streamlit as st
 
 from app import formatting
-from app.components import notes, palette, scheduler_charts
+from app.components import links, notes, palette, scheduler_charts
 from app.components.bars import Share, share_bar
 from app.components.kv_cache_map import request_name
 from app.components.scheduler_pick import REQUEST
@@ -89,6 +89,7 @@ def _request(services: Services, source: Source, line: RequestTimeline, axis_s: 
     if named:
         st.markdown(f"**{notes.plain(f'Request {name} in {source.run.title}')}**")
     st.markdown("\n".join(f"- {notes.plain(sentence)}" for sentence in _sentences(services, source, line)))
+    links.kv_cache_link(source.run.run_id, "What the prefix cache had of its prompt", request=name)
     st.vega_lite_chart(
         *scheduler_charts.waterfall(waterfall_rows(line, _MAX_BARS, axis_s), f"Request {name}, span by span", _TIME)
     )
