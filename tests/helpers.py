@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,29 +35,37 @@ TINY_CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_llama(
+def make_tiny_llama(folder: str | Path, **changes: Any) -> Path:
+    """`make_tiny_model` of architecture Llama."""
+    return make_tiny_model(folder, "Llama", **changes)
+
+
+def make_tiny_model(
     folder: str | Path,
+    architecture: str,
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "1GB",
     **config_overrides: Any,
 ) -> Path:
-    """Save a random Llama (9 query and 3 KV heads of 8, 3 layers, 512 tokens) with a byte-level tokenizer.
+    """Save a random model (9 query and 3 KV heads of 8, 3 layers, 512 tokens) with a byte-level tokenizer.
 
     Every parameter is random, norms and biases included, at a scale where logits have a spread of about 3: a tensor
     that is dropped, swapped or mis-shaped moves them far beyond any tolerance.
 
     Args:
         folder: created when missing.
+        architecture: transformers' name of it, "Llama" of LlamaConfig and LlamaForCausalLM.
         max_shard_size: as in transformers; "100KB" gives a sharded checkpoint with an index.
-        config_overrides: any `LlamaConfig` field, over `TINY_LLAMA`. `eos_token_id` reaches both config.json and
+        config_overrides: any field of its config, over `TINY_LLAMA`. `eos_token_id` reaches both config.json and
             generation_config.json.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     folder = Path(folder)
-    model = LlamaForCausalLM(LlamaConfig(**(TINY_LLAMA | config_overrides)))
+    config = getattr(transformers, f"{architecture}Config")(**(TINY_LLAMA | config_overrides))
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -78,9 +87,9 @@ def make_tiny_llama(
 
 def load_oracle(folder: str | Path) -> LlamaForCausalLM:
     """The checkpoint in transformers: fp32, plain attention, and its `generate` never stops at an EOS id."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.generation_config.eos_token_id = None
     return model.eval()
 
@@ -133,16 +142,10 @@ def paged_logits(
     config, num_tokens = model.config, len(token_ids)
     num_blocks = -(-num_tokens // block_size)
     block_ids = 1 + torch.randperm(num_blocks, generator=torch.Generator().manual_seed(num_tokens))
+    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    dtype = model.final_norm.weight.dtype
     layer_caches = [
-        LayerCache.zeros(
-            num_blocks,
-            block_size,
-            config.num_kv_heads,
-            config.head_dim,
-            model.final_norm.weight.dtype,
-            torch.device("cpu"),
-        )
-        for _ in range(config.num_layers)
+        replace(LayerCache.zeros(*shape, dtype, torch.device("cpu")), window=window) for window in config.windows
     ]
     logits, start = [], 0
     for size in chunk_sizes or [num_tokens]:

@@ -34,6 +34,7 @@ _OTHER_STATE = (
 )
 _EVERY_LAYER_SLIDES = {"mistral", "mixtral", "phi3", "qwen3_moe"}
 _DEFAULT_PATTERN = {"gemma2": 2, "gemma3_text": 6}
+_WITHOUT_SWITCH = {"mistral", "mixtral", "phi3", *_DEFAULT_PATTERN}  # these do not read use_sliding_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +109,18 @@ def read_attention_shape(config: Mapping[str, Any]) -> AttentionShape:
 def config_of_decoder(decoder: DecoderConfig) -> dict[str, Any]:
     """The Hugging Face config of a model that the engine runs, dummies and GGUF files included."""
     named = decoder.checkpoint_dtype not in ("unknown", "generated")
+    sliding = frozenset(decoder.sliding_layers)
+    types = ["sliding_attention" if layer in sliding else "full_attention" for layer in range(decoder.num_layers)]
+    family, windows = {
+        "LlamaForCausalLM": ("llama", {}),
+        "MistralForCausalLM": ("mistral", {"sliding_window": decoder.sliding_window}),
+        "Qwen2ForCausalLM": (
+            "qwen2",
+            {"sliding_window": decoder.sliding_window, "use_sliding_window": bool(sliding), "layer_types": types},
+        ),
+    }[decoder.architecture]
     return {
-        "model_type": "llama",
+        "model_type": family,
         "vocab_size": decoder.vocab_size,
         "hidden_size": decoder.hidden_size,
         "intermediate_size": decoder.intermediate_size,
@@ -121,6 +132,7 @@ def config_of_decoder(decoder: DecoderConfig) -> dict[str, Any]:
         "tie_word_embeddings": decoder.tie_word_embeddings,
         "attention_bias": decoder.attention_bias,
         "mlp_bias": decoder.mlp_bias,
+        **windows,
     } | ({"dtype": decoder.checkpoint_dtype} if named else {})
 
 
@@ -148,7 +160,8 @@ def _head_dim(fields: ConfigFields, hidden_size: int, num_heads: int) -> int:
 
 
 def _windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    window = fields.optional_integer("sliding_window") if fields.flag("use_sliding_window", True) else None
+    is_on = fields.model_type in _WITHOUT_SWITCH or fields.flag("use_sliding_window", True)
+    window = fields.optional_integer("sliding_window") if is_on else None
     types = fields.items("layer_types", str)
     if types is None:
         slides = _slides(fields, num_layers) if window is not None else [False] * num_layers

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from backend.analysis.attention_shape import AttentionShape, read_attention_shape
+from backend.core.kv_groups import group_layers
 
 KVDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "int8", "int4"]
 
@@ -103,23 +104,40 @@ class KVSize:
 
 @dataclass(frozen=True, slots=True)
 class KVBlocks:
-    """A KV cache laid out in blocks. A block of a group has its slots in each of the group's layers."""
+    """A KV cache laid out in blocks of one pool. A block has its slots in equally many layers, whichever they are.
+
+    Layers that keep their tokens equally long share out among blocks, see `backend.core.kv_groups`: the last of those blocks
+    may have room for more layers than there are.
+    """
 
     kv: KVSize
     block_size: int  # tokens
 
     @property
-    def group_block_bytes(self) -> tuple[int, ...]:
-        return tuple(group.bytes_per_token * self.block_size for group in self.kv.groups)
+    def layers_per_block(self) -> int:
+        """All layers of a model whose layers are all alike."""
+        return max(len(group.layers) for group in group_layers(self.kv.shape.windows))
 
     @property
     def bytes_per_block(self) -> int:
-        """One block of each group, which is one block for a model whose layers are all alike."""
-        return sum(self.group_block_bytes)
+        return self.layers_per_block * self._bytes_per_layer * self.block_size
+
+    @property
+    def group_block_bytes(self) -> tuple[int, ...]:
+        """Per layer group, of the blocks with the same tokens in all of its layers."""
+        shares = [-(-group.num_layers // self.layers_per_block) for group in self.kv.groups]
+        return tuple(share * self.bytes_per_block for share in shares)
 
     @property
     def arithmetic(self) -> str:
-        return f"{self.block_size} tokens × {self.kv.bytes_per_token:,} bytes = {self.bytes_per_block:,}"
+        if len(self.kv.groups) == 1:
+            return f"{self.block_size} tokens × {self.kv.bytes_per_token:,} bytes = {self.bytes_per_block:,}"
+        layers = f"{self.layers_per_block} layer{'s' * (self.layers_per_block > 1)}"
+        return f"{self.block_size} tokens × {layers} × {self._bytes_per_layer:,} bytes = {self.bytes_per_block:,}"
+
+    @property
+    def _bytes_per_layer(self) -> int:
+        return self.kv.bytes_per_token // self.kv.shape.num_layers
 
     def request_blocks(self, num_tokens: int) -> tuple[int, ...]:
         """Blocks per group that a request needs at most on its way to `num_tokens`, prefill chunks in flight aside."""
@@ -131,7 +149,10 @@ class KVBlocks:
 
     @property
     def most_wasted_bytes(self) -> int:
-        """What no request's blocks exceed its tokens by: below one block, or two where a window moves through them."""
+        """What no request's blocks exceed its tokens by: below one block, or two where a window moves through them.
+
+        Room for layers that there are not is not counted.
+        """
         return sum(group.most_unused_slots(self.block_size) * group.bytes_per_token for group in self.kv.groups)
 
 

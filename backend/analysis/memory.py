@@ -46,13 +46,13 @@ class CardMemory:
     def kv_bytes(self) -> int:
         """What is left for usable KV blocks; negative by as much as the rest is too large.
 
-        One block of each layer group is padding (the null block) and serves no request.
+        One block is padding (the null block) and serves no request.
         """
         return self.share_bytes - self.weight_bytes - self.activation_bytes - self.blocks.bytes_per_block
 
     @property
     def num_blocks(self) -> int:
-        """Usable blocks, each with its slots in every layer: the pool of a model whose layers are all alike."""
+        """Usable blocks of the pool."""
         return max(0, self.kv_bytes // self.blocks.bytes_per_block)
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -22,6 +23,17 @@ class AttentionMetadata:
     slot_mapping: Tensor  # int64 [num_tokens], block_id * block_size + offset
     positions: Tensor  # int64 [num_tokens]
     num_decodes: int  # leading requests with a single query row
+    # The same of the KV groups behind the first one, which have block tables and slots of their own.
+    other_groups: tuple[AttentionMetadata, ...] = ()
+
+    def of_group(self, group: int) -> AttentionMetadata:
+        return self.other_groups[group - 1] if group else self
+
+    def with_groups(self, block_tables: Iterable[Tensor], slot_mappings: Iterable[Tensor]) -> AttentionMetadata:
+        """With the tables and slots of the groups behind the first one."""
+        tables = zip(block_tables, slot_mappings, strict=True)
+        groups = tuple(replace(self, block_table=table, slot_mapping=slots) for table, slots in tables)
+        return replace(self, other_groups=groups)
 
     @cached_property
     def chunk_start_loc(self) -> Tensor:
@@ -42,6 +54,8 @@ class LayerCache:
     spec: KVFormat = PLAIN
     key_scales: Tensor | None = None  # float16 [num_blocks + 1, block_size, num_kv_heads, num_scales]; None: plain
     value_scales: Tensor | None = None  # same
+    group: int = 0  # the KV group whose blocks it has
+    window: int | None = None  # tokens that the layer's queries attend to, the own one included; None: all
 
     @classmethod
     def zeros(

@@ -36,6 +36,7 @@ class ReferenceAttention:
             metadata.query_start_loc,
             metadata.seq_lens,
             scale,
+            layer_cache.window,
             key_scales=layer_cache.key_scales,
             value_scales=layer_cache.value_scales,
         )

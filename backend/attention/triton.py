@@ -39,7 +39,7 @@ class TritonAttention:
 
     def forward(self, query: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata, scale: float) -> Tensor:
         key_cache, value_cache = layer_cache.key_cache, layer_cache.value_cache
-        key_scales, value_scales = layer_cache.key_scales, layer_cache.value_scales
+        key_scales, value_scales, window = layer_cache.key_scales, layer_cache.value_scales, layer_cache.window
         if self._batch_invariant:
             return paged_attention(
                 query,
@@ -49,6 +49,7 @@ class TritonAttention:
                 metadata.query_start_loc,
                 metadata.seq_lens,
                 scale,
+                window,
                 key_scales=key_scales,
                 value_scales=value_scales,
                 tiles=_one_tile(query, key_cache),
@@ -63,6 +64,7 @@ class TritonAttention:
                 metadata.block_table[:num_decodes],
                 metadata.seq_lens[:num_decodes],
                 scale,
+                window,
                 key_scales=key_scales,
                 value_scales=value_scales,
                 output=output[:num_decodes],
@@ -76,6 +78,7 @@ class TritonAttention:
                 metadata.chunk_start_loc,
                 metadata.seq_lens[num_decodes:],
                 scale,
+                window,
                 key_scales=key_scales,
                 value_scales=value_scales,
                 output=output[num_decodes:],

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from backend.core.block_pool import NULL_BLOCK
 from backend.core.kv_blocks import ComputedBlocks
 from backend.core.kv_cache_manager import KVCacheManager
 from backend.request import Request
@@ -65,12 +66,36 @@ def _first_that_fit(waiting: Iterable[Request], manager: KVCacheManager, max_num
 def fits(manager: KVCacheManager, request: Request, computed: ComputedBlocks, owed: int) -> bool:
     """Whether the pool holds a waiting request beside the `owed` blocks; what it shares with others is there."""
     room = manager.pool.num_free_blocks + manager.pool.num_evictable_blocks
-    return owed + manager.blocks_needed(request.num_tokens) - manager.num_kept_blocks(computed) <= room
+    kept, windows = _kept_blocks(manager, computed), manager.windows
+    needed = manager.blocks_needed(request.num_tokens) - sum(kept)
+    if windows.slides:
+        # What it shares it gives back on its way, for blocks of its own.
+        num_blocks = -(-request.num_tokens // manager.block_size)
+        parts = zip(windows.behind(computed.num_tokens), kept, windows.limits, strict=True)
+        needed = sum(min(num_blocks - num_behind - num_kept, limit) for num_behind, num_kept, limit in parts)
+    return owed + needed <= room
 
 
 def missing_blocks(manager: KVCacheManager, request: Request) -> int:
-    """Blocks that a running request still needs for the tokens it has, those on their way included."""
+    """The most blocks that a running request takes beside those it holds, for the tokens it has and those on their way."""
     num_tokens = len(request.token_ids) + request.num_placeholder_tokens
     if num_tokens <= request.num_slots:
         return 0
-    return manager.blocks_needed(num_tokens) - manager.num_blocks_of(request)
+    if not manager.windows.slides:
+        return manager.blocks_needed(num_tokens) - manager.num_blocks_of(request)
+    num_blocks = -(-num_tokens // manager.block_size)
+    return sum(
+        min(num_blocks - len(blocks), limit - len(blocks) + blocks.count(NULL_BLOCK))
+        for blocks, limit in zip(manager.block_ids_of(request), manager.windows.limits, strict=True)
+    )
+
+
+def _kept_blocks(manager: KVCacheManager, computed: ComputedBlocks) -> list[int]:
+    """Blocks of each KV group that somebody holds and that a request which begins with them need not take or copy."""
+    num_full = computed.num_tokens // manager.block_size
+    kept = [sum(manager.pool.ref_cnt(block) > 0 for block in blocks[:num_full]) for blocks in computed.block_ids]
+    if computed.origin == "held":
+        kept = [count + len(blocks) - num_full for count, blocks in zip(kept, computed.block_ids, strict=True)]
+        for group, _ in manager.shared_from(num_full, computed.block_ids):
+            kept[group] -= 1
+    return kept

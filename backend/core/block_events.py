@@ -15,8 +15,9 @@ from typing import Literal, NamedTuple
 # evict:    blocks without a holder are not found any more, because they are about to be allocated
 # cache:    blocks can be found from now on
 # uncache:  blocks can be found no more; with no ids: no block can
+# slide:    a request gives up blocks that have fallen behind the window of their group; the null block is in their places
 BlockEventKind = Literal[
-    "allocate", "share", "free", "preempt", "evict", "cache", "uncache", "copy", "swap_out", "swap_in"
+    "allocate", "share", "free", "preempt", "evict", "cache", "uncache", "copy", "swap_out", "swap_in", "slide"
 ]
 
 
@@ -24,7 +25,7 @@ class BlockEvent(NamedTuple):
     kind: BlockEventKind
     request_id: str | None
     group: int  # of the KV groups; 0 where it means nothing
-    block_ids: list[int]
+    block_ids: list[int]  # of a `share` and a `swap_in` maybe the null block first, for what lies behind a window
     # With a `share` from another sample and with `swap_in`, the tokens in those blocks, of which the last may be partly
     # filled; with `swap_out` all that the request has computed. Else 0: blocks of the prefix cache are full, and new ones
     # hold nothing.

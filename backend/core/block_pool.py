@@ -94,8 +94,10 @@ class BlockPool:
         return self._block_of.get(block_hash)
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Take one more reference to each of some blocks that are cached or held."""
+        """Take one more reference to each of some blocks that are cached or held, the null block aside."""
         for block_id in block_ids:
+            if block_id == NULL_BLOCK:
+                continue
             if self._ref_cnt[block_id] == 0:
                 del self._evictable[block_id]
             self._ref_cnt[block_id] += 1

@@ -19,7 +19,7 @@ class KVAllocation:
 
 
 class ComputedBlocks(NamedTuple):
-    """Blocks that hold a request's first tokens, one list per KV group.
+    """Blocks that hold a request's first tokens, one list per KV group; the null block where nothing is behind a window.
 
     `origin`: held by the request already, found in the prefix cache, or those of another sample of its prompt; of the last
     ones, one that is partly filled is shared until somebody writes into it, and then copied. Or in host memory: then only

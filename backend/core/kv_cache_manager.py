@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import islice
 from typing import Literal
 
 from backend.core.block_events import BlockEvent, BlockEventKind, PoolState
-from backend.core.block_hash import BlockHash, extend_block_hashes
+from backend.core.block_hash import BlockHash
 from backend.core.block_pool import NULL_BLOCK, BlockPool
 from backend.core.kv_blocks import ComputedBlocks, KVAllocation, KVCacheSnapshot
-from backend.core.kv_format import PLAIN, KVFormat
+from backend.core.kv_groups import KVGroupSpec
+from backend.core.kv_windows import KVWindows
+from backend.core.prefix_lookup import PrefixLookup
 from backend.request import NEVER, Request
-
-
-@dataclass(frozen=True, slots=True)
-class KVGroupSpec:
-    """Layers whose KV has one shape and one lifetime. A block id addresses the same slot in each of them."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype_bytes: int  # of an element in the model's dtype
-    window: int | None = None
-    format: KVFormat = PLAIN
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers of the group, with their scales."""
-        return 2 * self.num_layers * self.num_kv_heads * self.format.bytes_per_vector(self.head_dim, self.dtype_bytes)
 
 
 class KVCacheManager:
@@ -37,27 +23,35 @@ class KVCacheManager:
     Args:
     num_blocks: usable blocks, of all groups together.
     block_size: tokens per block.
-    groups: KV shapes of the model.
+    groups: KV shapes of the model. Blocks of a group with a window are given back when they have fallen behind it; the null
+        block stays in their places.
     prefix_key: with one, full blocks whose tokens are computed can be found and shared by requests that begin alike, see
         `block_hash.prefix_key`; None: blocks do not outlive their request.
+    max_num_batched_tokens: most tokens of a step, which decides how many blocks a window needs.
     """
 
     shares_blocks = True  # among the samples of a prompt
 
     def __init__(
-        self, num_blocks: int, block_size: int, groups: list[KVGroupSpec], prefix_key: BlockHash | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        groups: Sequence[KVGroupSpec],
+        prefix_key: BlockHash | None = None,
+        *,
+        max_num_batched_tokens: int = NEVER,
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self._num_groups = len(groups)
+        self.windows = KVWindows([group.window for group in groups], block_size, max_num_batched_tokens)
         self._block_ids: dict[str, list[list[int]]] = {}
         self._events: list[BlockEvent] | None = None
-        # A chain for each group: the same tokens have other KV there.
-        self._keys = [prefix_key + bytes([group]) for group in range(len(groups))] if prefix_key is not None else []
+        self._prefixes = PrefixLookup(prefix_key, len(groups), block_size, self.windows)
 
     @property
     def caches_prefixes(self) -> bool:
-        return bool(self._keys)
+        return self._prefixes.is_on
 
     @property
     def usage(self) -> float:
@@ -70,15 +64,16 @@ class KVCacheManager:
         return self.pool.num_cached_blocks // self._num_groups * self.block_size
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens of one request, over all groups."""
-        return -(-num_tokens // self.block_size) * self._num_groups
+        """The most blocks that one request holds on its way to so many tokens, over all groups."""
+        return self.windows.peak_blocks(num_tokens)
 
     def num_blocks_of(self, request: Request) -> int:
-        return sum(len(blocks) for blocks in self._block_ids.get(request.request_id, ()))
+        return sum(len(blocks) - blocks.count(NULL_BLOCK) for blocks in self._block_ids.get(request.request_id, ()))
 
     def block_ids_of(self, request: Request) -> list[list[int]]:
-        """A copy, one list per group."""
-        return [list(blocks) for blocks in self._block_ids[request.request_id]]
+        """A copy, one list per group; empty ones of a request that holds none."""
+        held = self._block_ids.get(request.request_id) or [[] for _ in range(self._num_groups)]
+        return [list(blocks) for blocks in held]
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """What a waiting request can begin with.
@@ -88,29 +83,30 @@ class KVCacheManager:
         held = self._block_ids.get(request.request_id)
         if held is not None:
             return ComputedBlocks(held, request.num_computed_tokens, "held")
-        found = self._find(request)
+        found = self._prefixes.find(request, self.pool)
         if request.samples is not None and request.num_forked_tokens > found.num_tokens:
             for other in request.samples:
                 if other.num_computed_tokens >= request.num_forked_tokens:
-                    return self.blocks_of_sample(other, request.num_forked_tokens)
+                    computed = self.blocks_of_sample(other, request.num_forked_tokens)
+                    if computed is not None:
+                        return computed
         return found
 
-    def blocks_of_sample(self, sample: Request, num_tokens: int) -> ComputedBlocks:
-        """Those of the first `num_tokens` tokens of a request that has computed as many."""
-        num_blocks = -(-num_tokens // self.block_size)
-        held = self._block_ids[sample.request_id]
-        return ComputedBlocks([blocks[:num_blocks] for blocks in held], num_tokens, "sample")
+    def blocks_of_sample(self, sample: Request, num_tokens: int) -> ComputedBlocks | None:
+        """Those of the first `num_tokens` tokens of a request that has computed as many.
 
-    def num_kept_blocks(self, computed: ComputedBlocks) -> int:
-        """Blocks that somebody holds and that a request which begins with them need not take or copy."""
-        num_full = computed.num_tokens // self.block_size
-        num_kept = sum(
-            self.pool.ref_cnt(block_id) > 0 for blocks in computed.block_ids for block_id in blocks[:num_full]
-        )
-        if computed.origin == "held":
-            num_partial = sum(len(blocks) - num_full for blocks in computed.block_ids)
-            num_kept += num_partial - len(self._shared_from(num_full, computed.block_ids))
-        return num_kept
+        None when it has given back one that the next token sees.
+        """
+        num_blocks = -(-num_tokens // self.block_size)
+        held = [blocks[:num_blocks] for blocks in self._block_ids[sample.request_id]]
+        if self.windows.slides:
+            if any(
+                NULL_BLOCK in blocks[num_behind:]
+                for blocks, num_behind in zip(held, self.windows.behind(num_tokens), strict=True)
+            ):
+                return None
+            held = self.windows.within_reach(held, num_tokens)
+        return ComputedBlocks(held, num_tokens, "sample")
 
     def take_computed_blocks(self, request: Request, computed: ComputedBlocks) -> list[tuple[int, int]]:
         """Begin a request with the blocks that `get_computed_blocks` has just found.
@@ -126,9 +122,14 @@ class KVCacheManager:
         self._block_ids[request.request_id] = [list(blocks) for blocks in computed.block_ids]
         request.num_computed_tokens = computed.num_tokens
         request.num_slots = len(computed.block_ids[0]) * self.block_size
-        if self._keys:
+        if self._prefixes.is_on:
             request.next_cache_at = computed.num_tokens // self.block_size * self.block_size + self.block_size
         return []
+
+    def shared_from(self, first: int, held: list[list[int]]) -> list[tuple[int, int]]:
+        """(group, index) of the blocks of a request, from the `first` on, that somebody else holds too, or could find."""
+        places = [(group, index) for group, blocks in enumerate(held) for index in range(first, len(blocks))]
+        return [(group, index) for group, index in places if self.pool.is_read_only(held[group][index])]
 
     def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
         """Give back all blocks of a request whose KV goes to host memory; what is to be copied, as (block, host block).
@@ -146,7 +147,8 @@ class KVCacheManager:
     ) -> KVAllocation | None:
         """Make room for `num_new_tokens` after the computed ones, and for draft tokens behind them.
 
-        Returns None, changing nothing, when the pool cannot give the blocks.
+        First gives back what has fallen behind a window. Returns None, changing nothing else, when the pool cannot give the
+        blocks.
 
         Args:
             kind: of the event; `swap_in` where the tokens come with their KV.
@@ -155,17 +157,24 @@ class KVCacheManager:
         held = self._block_ids.get(request.request_id) or [[] for _ in range(self._num_groups)]
         # All groups have the same number: a position behind a group's window still has its entry.
         missing = max(0, -(-num_tokens // self.block_size) - len(held[0]))
-        shared = self._shared_from(request.num_computed_tokens // self.block_size, held)
-        taken = self.pool.allocate(missing * self._num_groups + len(shared))
+        nulls = [0] * self._num_groups  # of the new entries, those that hold nothing
+        if self.windows.slides:
+            self._slide(request, held)
+            if kind == "swap_in":
+                behind = self.windows.behind(num_tokens)
+                nulls = [max(0, min(num_behind - len(held[0]), missing)) for num_behind in behind]
+        shared = self.shared_from(request.num_computed_tokens // self.block_size, held)
+        taken = self.pool.allocate(missing * self._num_groups - sum(nulls) + len(shared))
         if taken is None:
             return None
         self._log("evict", taken.evicted)
-        new_block_ids = [taken.block_ids[group * missing : (group + 1) * missing] for group in range(self._num_groups)]
+        block_ids = iter(taken.block_ids)
+        new_block_ids = [[NULL_BLOCK] * count + list(islice(block_ids, missing - count)) for count in nulls]
         for group, (blocks, more) in enumerate(zip(held, new_block_ids, strict=True)):
             blocks.extend(more)
             self._log(kind, more, request, group, num_new_tokens if kind == "swap_in" else 0)
         copies = []
-        for (group, index), destination in zip(shared, taken.block_ids[missing * self._num_groups :], strict=True):
+        for (group, index), destination in zip(shared, block_ids, strict=True):
             source, held[group][index] = held[group][index], destination
             self.pool.free([source])
             self._log("copy", [source, destination], request, group)
@@ -181,17 +190,22 @@ class KVCacheManager:
         """
         num_blocks = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
         first = request.next_cache_at // self.block_size - 1
-        self._hash(request, num_blocks)
+        self._prefixes.hash(request, num_blocks)
         held = self._block_ids[request.request_id]
         for blocks, hashes in zip(held, request.block_hashes, strict=True):
-            pairs = [(blocks[index], hashes[index]) for index in range(first, num_blocks)]
+            # A token's id may become known when its block is behind the window already.
+            pairs = [
+                (blocks[index], hashes[index]) for index in range(first, num_blocks) if blocks[index] != NULL_BLOCK
+            ]
             self._log("cache", [block_id for block_id, block_hash in pairs if self.pool.cache(block_id, block_hash)])
         request.next_cache_at = max(first, num_blocks) * self.block_size + self.block_size
 
     def uncache_blocks(self, request: Request) -> None:
         """Let none of the request's blocks be found any more: what they hold is not to be used again."""
-        for blocks in self._block_ids.get(request.request_id, ()):
-            self._log("uncache", self.pool.uncache(blocks))
+        for group, blocks in enumerate(self._block_ids.get(request.request_id, ())):
+            hashes = request.block_hashes[group][: blocks.count(NULL_BLOCK)] if request.block_hashes else []
+            given_back = [block_id for block_id in map(self.pool.lookup, hashes) if block_id is not None]
+            self._log("uncache", self.pool.uncache([*given_back, *blocks]))
 
     def reset_prefix_cache(self) -> int:
         """Forget what every block holds, also of those in use; the tokens that could be found until now."""
@@ -232,18 +246,17 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Raise `RuntimeError` unless free + cached + referenced == pool and every reference belongs to a request."""
         self.pool.check_integrity()
-        held = Counter(
-            block_id
-            for groups in self._block_ids.values()
-            for blocks in groups
-            for block_id in blocks
-            if block_id != NULL_BLOCK
-        )
+        held = Counter(block for groups in self._block_ids.values() for blocks in groups for block in blocks if block)
         for block_id in range(1, self.pool.num_blocks + 1):
             if held[block_id] != self.pool.ref_cnt(block_id):
                 raise RuntimeError(
                     f"block {block_id} has {self.pool.ref_cnt(block_id)} references but {held[block_id]} holders"
                 )
+        for request_id, groups in self._block_ids.items():
+            for blocks, limit in zip(groups, self.windows.limits, strict=True):
+                num_null = blocks.count(NULL_BLOCK)
+                if len(blocks) != len(groups[0]) or any(blocks[:num_null]) or len(blocks) - num_null > limit:
+                    raise RuntimeError(f"the tables of request {request_id} do not fit its windows: {groups}")
 
     def _release(self, request: Request) -> bool:
         """Give back all blocks; whether there were any."""
@@ -255,23 +268,18 @@ class KVCacheManager:
             self.pool.free(blocks[::-1])
         return any(held)
 
-    def _find(self, request: Request) -> ComputedBlocks:
-        """What the prefix cache has of it."""
-        num_blocks = (request.num_tokens - 1) // self.block_size if self._keys else 0
-        self._hash(request, num_blocks)
-        found: list[list[int]] = [[] for _ in range(self._num_groups)]
-        for index in range(num_blocks):
-            block_ids = [self.pool.lookup(hashes[index]) for hashes in request.block_hashes]
-            if None in block_ids:
-                break
-            for blocks, block_id in zip(found, block_ids, strict=True):
-                blocks.append(block_id)  # pyright: ignore[reportArgumentType]
-        return ComputedBlocks(found, len(found[0]) * self.block_size, "cache")
-
-    def _shared_from(self, first: int, held: list[list[int]]) -> list[tuple[int, int]]:
-        """(group, index) of the blocks from the `first` on that somebody else holds too, or could find."""
-        places = [(group, index) for group, blocks in enumerate(held) for index in range(first, len(blocks))]
-        return [(group, index) for group, index in places if self.pool.is_read_only(held[group][index])]
+    def _slide(self, request: Request, held: list[list[int]]) -> None:
+        """Give back what lies behind a window."""
+        # Samples of a prompt fork from its last token but one, mostly in the step after it was computed.
+        num_computed_tokens = request.num_computed_tokens - (request.samples is not None)
+        for group, (blocks, end) in enumerate(zip(held, self.windows.behind(num_computed_tokens), strict=True)):
+            begin = end = min(end, len(blocks))
+            while begin > 0 and blocks[begin - 1] != NULL_BLOCK:
+                begin -= 1
+            if begin < end:
+                gone, blocks[begin:end] = blocks[begin:end], [NULL_BLOCK] * (end - begin)
+                self.pool.free(gone)
+                self._log("slide", gone, request, group)
 
     def _log(
         self,
@@ -290,9 +298,3 @@ class KVCacheManager:
     def _held(self) -> dict[str, list[list[int]]]:
         """A copy of every request's blocks."""
         return {key: [list(blocks) for blocks in groups] for key, groups in self._block_ids.items()}
-
-    def _hash(self, request: Request, num_blocks: int) -> None:
-        if not request.block_hashes:
-            request.block_hashes = [[] for _ in self._keys]
-        for hashes, key in zip(request.block_hashes, self._keys, strict=True):
-            extend_block_hashes(hashes, request.token_ids, num_blocks, self.block_size, key)

@@ -8,12 +8,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from backend.config import EngineConfig
 from backend.core.block_pool import BlockPool, Taken
 from backend.core.kv_blocks import KVAllocation
-from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
+from backend.core.kv_cache_manager import KVCacheManager
+from backend.core.kv_groups import KVGroupSpec
 from backend.request import Request
 
 
@@ -37,13 +39,14 @@ class ContiguousBlockPool(BlockPool):
 class ContiguousKVCacheManager(KVCacheManager):
     """Reserves blocks for `max_model_len` tokens with a request's first ones. Nothing is shared.
 
-    All reservations are equal, so the pool holds one more exactly when enough blocks are free.
+    A piece stays whole: blocks behind a window are kept, and only attention heeds it. All reservations are equal, so the pool
+    holds one more exactly when enough blocks are free.
     """
 
     shares_blocks = False
 
-    def __init__(self, num_blocks: int, block_size: int, groups: list[KVGroupSpec], max_model_len: int) -> None:
-        super().__init__(num_blocks, block_size, groups)
+    def __init__(self, num_blocks: int, block_size: int, groups: Sequence[KVGroupSpec], max_model_len: int) -> None:
+        super().__init__(num_blocks, block_size, [replace(group, window=None) for group in groups])
         self._max_model_len = max_model_len
         self.pool = ContiguousBlockPool(num_blocks, self.blocks_needed(max_model_len))
 

@@ -5,7 +5,8 @@ one that runs and computes the prompt's last token again, for the logits that it
 last block, which therefore is copied in the same step (copy-on-write, as in PagedAttention, Kwon et al. 2023, section 4.4):
 nobody who runs ever finds a block shared that he is about to write into.
 
-What is computed of the prompt outlives the sample that has computed it: `PromptHeirs`.
+What is computed of the prompt outlives the sample that has computed it: `PromptHeirs`. With a window, a sample that has run
+on may have given back blocks that another one would begin with; that one then computes the prompt again.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class PromptHeirs:
         if heir is None or heir in self._heirs:
             return
         num_tokens = min(request.num_computed_tokens, heir.num_forked_tokens)
-        if num_tokens:
-            self._manager.take_computed_blocks(heir, self._manager.blocks_of_sample(request, num_tokens))
+        computed = self._manager.blocks_of_sample(request, num_tokens) if num_tokens else None
+        if computed is not None:
+            self._manager.take_computed_blocks(heir, computed)
             self._heirs[heir] = None
 
     def admit(self, request: Request) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from backend.config import EngineConfig
 from backend.core.admission import ContinuousBatching, StaticBatching
 from backend.core.block_hash import BlockHash
-from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
+from backend.core.kv_cache_manager import KVCacheManager
+from backend.core.kv_groups import KVGroupSpec
 from backend.core.kv_layouts import ContiguousKVCacheManager
 from backend.core.policies import FirstComeFirstServed, PrefillFirst, Priority
 from backend.core.recompute_scheduler import RecomputeScheduler
@@ -18,7 +21,7 @@ _BATCHINGS = {"continuous": ContinuousBatching, "static": StaticBatching}
 
 
 def make_scheduler(
-    config: EngineConfig, kv_groups: list[KVGroupSpec], prefix_key: BlockHash | None = None
+    config: EngineConfig, kv_groups: Sequence[KVGroupSpec], prefix_key: BlockHash | None = None
 ) -> Scheduler:
     """A scheduler and its pool.
 
@@ -39,11 +42,12 @@ def make_scheduler(
         manager = ContiguousKVCacheManager(cache.num_blocks, cache.block_size, kv_groups, length)
     else:
         key = prefix_key if cache.layout == "paged" else None
-        num_host = num_host_blocks(config, kv_groups)
+        parts = (cache.num_blocks, cache.block_size, kv_groups, key)
+        budget, num_host = settings.max_num_batched_tokens, num_host_blocks(config, kv_groups)
         if num_host:
-            manager = SwappingKVCacheManager(cache.num_blocks, cache.block_size, kv_groups, key, num_host)
+            manager = SwappingKVCacheManager(*parts, num_host, max_num_batched_tokens=budget)
         else:
-            manager = KVCacheManager(cache.num_blocks, cache.block_size, kv_groups, key)
+            manager = KVCacheManager(*parts, max_num_batched_tokens=budget)
     scheduler_class = RecomputeScheduler if cache.layout == "none" else Scheduler
     return scheduler_class(
         manager,

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from backend.core.block_hash import BlockHash
+from backend.core.block_pool import NULL_BLOCK
+
+NOTHING = -1  # in place of a host block, for what lies behind a window
 
 
 @dataclass(slots=True)
@@ -47,24 +50,25 @@ class SwapSpace:
         Returns None, changing nothing, when there are too few.
 
         Args:
-            block_ids: that hold the tokens, one list per KV group.
+            block_ids: that hold the tokens, one list per KV group; the null block is not copied.
             hashes: of the first ones of each group, as far as their content is known.
         """
         names = [
             (block_id, group_hashes[index] if index < len(group_hashes) else None)
             for blocks, group_hashes in zip(block_ids, hashes, strict=True)
             for index, block_id in enumerate(blocks)
+            if block_id != NULL_BLOCK
         ]
         if sum(block_hash not in self._block_of for _, block_hash in names) > len(self._free):
             return None
         copies: list[tuple[int, int]] = []
         host_ids = iter([self._take(block_id, block_hash, copies) for block_id, block_hash in names])
-        held = [[next(host_ids) for _ in blocks] for blocks in block_ids]
+        held = [[NOTHING if block_id == NULL_BLOCK else next(host_ids) for block_id in blocks] for blocks in block_ids]
         self._swapped[request_id] = _Swapped(num_tokens, held)
         return copies
 
     def take(self, request_id: str) -> list[list[int]]:
-        """The host blocks of a request, in logical order, one list per KV group. They are free from now on.
+        """The host blocks of a request, in logical order, one list per KV group, or `NOTHING`. They are free from now on.
 
         The worker reads them before it writes to any of them: it carries out steps in order.
         """
@@ -83,7 +87,8 @@ class SwapSpace:
         for swapped in self._swapped.values():
             for blocks in swapped.host_ids:
                 for host_id in blocks:
-                    holders[host_id] += 1
+                    if host_id != NOTHING:
+                        holders[host_id] += 1
         if holders != self._ref_cnt:
             raise RuntimeError("host blocks and those who hold them do not belong together")
         if sorted(self._free) != [host_id for host_id, count in enumerate(holders) if not count]:
@@ -104,6 +109,8 @@ class SwapSpace:
 
     def _release(self, host_ids: Iterable[int]) -> None:
         for host_id in host_ids:
+            if host_id == NOTHING:
+                continue
             self._ref_cnt[host_id] -= 1
             if not self._ref_cnt[host_id]:
                 self._free.append(host_id)

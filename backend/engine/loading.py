@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ import torch
 from backend.config import EngineConfig
 from backend.core.block_hash import BlockHash, prefix_key
 from backend.core.kv_format import KV_FORMATS
+from backend.core.kv_groups import KVGroupSpec
 from backend.core.kv_layouts import resolve_layout
+from backend.core.kv_windows import KVWindows
 from backend.engine.llm_engine import LLMEngine
 from backend.errors import CapacityError, ConfigError
 from backend.metrics.stats import Phase
@@ -72,7 +74,7 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
             source, lambda done, total: on_phase(Phase("loading", done / 2**20, total / 2**20, "MiB"))
         )
         num_blocks = runner.determine_num_blocks()
-        resolved, notices = _fit_to_pool(config, resolved, num_blocks)
+        resolved, notices = _fit_to_pool(config, resolved, num_blocks, runner.kv_groups)
         resolved, layout_notices = resolve_layout(resolved)
         assert resolved.model.max_model_len is not None
         runner.initialize_kv_cache(num_blocks, resolved.model.max_model_len)
@@ -87,7 +89,7 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
         resolved,
         InProcessExecutor(runner),
         tokenizer,
-        [runner.kv_group],
+        runner.kv_groups,
         decoder_config.vocab_size,
         eos_token_ids,
         _prefix_key(resolved, source, decoder_config),
@@ -101,7 +103,7 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
             "weights_seconds": loaded.load_seconds,
             "weights_bytes": loaded.weights_bytes,
             "kv_cache_bytes": memory.kv_cache_bytes,
-            "kv_bytes_per_token": runner.kv_group.bytes_per_token,
+            "kv_bytes_per_token": _bytes_per_token(runner.kv_groups[0], decoder_config.num_layers),
             "num_blocks": num_blocks,
         },
         notices=(*loaded.notices, *notices, *layout_notices),
@@ -151,16 +153,22 @@ def _check(config: EngineConfig, source: ModelSource, decoder_config: DecoderCon
         raise ConfigError(f"cache.dtype = {config.cache.dtype!r}: {problem}; allowed are 'auto', 'fp8_e4m3', 'int8'")
 
 
-def _fit_to_pool(config: EngineConfig, resolved: EngineConfig, num_blocks: int) -> tuple[EngineConfig, tuple[str, ...]]:
+def _fit_to_pool(
+    config: EngineConfig, resolved: EngineConfig, num_blocks: int, groups: Sequence[KVGroupSpec]
+) -> tuple[EngineConfig, tuple[str, ...]]:
     """Cut the longest request to what the pool can hold, so that any admitted request can finish by itself."""
+    budget = resolved.scheduler.max_num_batched_tokens
     assert resolved.model.max_model_len is not None
-    capacity = num_blocks * resolved.cache.block_size
-    if capacity < 2:
+    assert budget is not None
+    windows = [None if resolved.cache.layout == "contiguous" else group.window for group in groups]
+    needs = KVWindows(windows, resolved.cache.block_size, budget)
+    length = needs.longest_request(num_blocks, resolved.model.max_model_len)
+    if length < 2:
+        tables = f" in each of its {len(groups)} KV groups" if len(groups) > 1 else ""
         raise CapacityError(
-            f"cache.num_blocks = {num_blocks} of {resolved.cache.block_size} token holds no prompt and output together; "
-            "two tokens are the least"
+            f"cache.num_blocks = {num_blocks} of {resolved.cache.block_size} token holds no prompt and output together"
+            f"{tables}; two tokens are the least"
         )
-    length = min(resolved.model.max_model_len, capacity)
     notices = ()
     if length < resolved.model.max_model_len:
         wanted = "asked for" if config.model.max_model_len else "the model's own"
@@ -169,6 +177,11 @@ def _fit_to_pool(config: EngineConfig, resolved: EngineConfig, num_blocks: int) 
             f"the KV cache of {num_blocks:,} blocks holds no more.",
         )
     return resolved.with_overrides({"cache.num_blocks": num_blocks, "model.max_model_len": length}), notices
+
+
+def _bytes_per_token(group: KVGroupSpec, num_layers: int) -> int:
+    """Of all layers of the model, which are alike, without those that pad a group."""
+    return replace(group, num_layers=num_layers).bytes_per_token
 
 
 def _describe_model(source: ModelSource, loaded: LoadedModel) -> dict[str, Any]:

@@ -19,9 +19,8 @@ class Attention(nn.Module):
         self.head_counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)  # query, key, value
         self.scale = config.head_dim**-0.5
         attended_size, bias = config.num_heads * config.head_dim, config.attention_bias
-        self.qkv = Linear(
-            config.hidden_size, sum(self.head_counts) * config.head_dim, bias=bias, dtype=dtype, device=device
-        )
+        qkv_size, qkv_bias = sum(self.head_counts) * config.head_dim, bias or config.qkv_bias
+        self.qkv = Linear(config.hidden_size, qkv_size, bias=qkv_bias, dtype=dtype, device=device)
         self.output = Linear(attended_size, config.hidden_size, bias=bias, dtype=dtype, device=device)
         self._ops = ops
 

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterable
 
 from backend.core.block_events import BlockEvent, PoolState
+from backend.core.block_pool import NULL_BLOCK
 
 
 class BlockMap:
     """Begins with a key frame of the ledger and goes on by the events of the steps behind the one it belongs to.
 
     Attributes:
-        held: request -> its blocks in logical order, one list per KV group.
+        held: request -> its blocks in logical order, one list per KV group; the null block for what is behind a window.
         cached: blocks that can be found by a later request, held or not.
     """
 
@@ -36,6 +37,11 @@ class BlockMap:
                 blocks = self.held[event.request_id][event.group]
                 source, destination = event.block_ids
                 blocks[blocks.index(source)] = destination
+            elif event.kind == "slide":
+                assert event.request_id is not None
+                blocks = self.held[event.request_id][event.group]
+                begin = blocks.index(event.block_ids[0])
+                blocks[begin : begin + len(event.block_ids)] = [NULL_BLOCK] * len(event.block_ids)
             elif event.kind in ("free", "preempt", "swap_out"):
                 assert event.request_id is not None
                 del self.held[event.request_id]
@@ -48,7 +54,9 @@ class BlockMap:
 
     def ref_counts(self) -> Counter[int]:
         """Block -> requests that hold it."""
-        return Counter(block_id for groups in self.held.values() for blocks in groups for block_id in blocks)
+        counts = Counter(block_id for groups in self.held.values() for blocks in groups for block_id in blocks)
+        del counts[NULL_BLOCK]
+        return counts
 
     def counts(self, num_blocks: int) -> tuple[int, int, int]:
         """Referenced, evictable and free blocks of a pool of so many."""

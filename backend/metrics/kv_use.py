@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from backend.core.block_pool import NULL_BLOCK
 from backend.metrics.block_map import BlockMap
 
 
@@ -14,7 +15,8 @@ class RequestUse:
 
     num_blocks: int
     num_shared: int  # of them held by another request as well
-    num_tokens: int | None  # None where the ledger does not hold the request's beginning
+    # None where the ledger does not hold the request's beginning. Those behind a window are in blocks no more.
+    num_tokens: int | None
     num_unused_slots: int | None  # in the last block that holds a token
     num_reserved_slots: int | None  # in whole blocks without a token
 
@@ -72,7 +74,7 @@ def kv_use(blocks: BlockMap, num_tokens: Mapping[str, int], block_size: int) -> 
     ref_counts = blocks.ref_counts()
     requests = {}
     for request_id, groups in blocks.held.items():
-        held = [block_id for group in groups for block_id in group]
+        held = [block_id for group in groups for block_id in group if block_id != NULL_BLOCK]
         shared = sum(ref_counts[block_id] > 1 for block_id in held)
         tokens = num_tokens.get(request_id)
         if tokens is None:
@@ -80,7 +82,7 @@ def kv_use(blocks: BlockMap, num_tokens: Mapping[str, int], block_size: int) -> 
             continue
         with_tokens = -(-tokens // block_size)  # blocks of each group
         unused = len(groups) * (with_tokens * block_size - tokens)
-        reserved = (len(held) - len(groups) * with_tokens) * block_size
+        reserved = sum(len(group) - with_tokens for group in groups) * block_size
         requests[request_id] = RequestUse(len(held), shared, tokens, unused, reserved)
     return KVUse(
         block_size=block_size,

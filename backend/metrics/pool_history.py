@@ -1,8 +1,9 @@
 """`PoolHistory`: the KV pool at any step of a ledger, and how many tokens each request has in it.
 
-A ledger says which blocks a request holds, not how full they are. But blocks are only added to what a request holds, so its
-beginning is found by walking back until all of them are accounted for. From there its tokens are those it found in the
-prefix cache (whole blocks) or with another sample of its prompt or in host memory (as the event says) and those scheduled since.
+A ledger says which blocks a request holds, not how full they are. But its tables only grow (what falls behind a window leaves
+the null block in its place), so its beginning is found by walking back until all entries are accounted for. From there its
+tokens are those it found in the prefix cache (whole blocks) or with another sample of its prompt or in host memory (as the
+event says) and those scheduled since.
 """
 
 from __future__ import annotations

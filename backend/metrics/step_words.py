@@ -29,6 +29,7 @@ def step_sentences(step: LedgerStep, name: Callable[[str], str] = str) -> list[s
     forked: dict[str, int] = {}
     took: dict[str, int] = {}
     back: dict[str, int] = {}
+    slid: dict[str, int] = {}
     counts: dict[str, int] = dict.fromkeys(("evict", "cache", "uncache", "copy", "swap_out"), 0)
     forgot_all = False
     for event in step.events:
@@ -38,13 +39,16 @@ def step_sentences(step: LedgerStep, name: Callable[[str], str] = str) -> list[s
             counts["swap_out"] += len(event.block_ids)
         elif event.kind == "swap_in":
             assert event.request_id is not None
-            back[event.request_id] = back.get(event.request_id, 0) + len(event.block_ids)
+            back[event.request_id] = back.get(event.request_id, 0) + sum(map(bool, event.block_ids))
         elif event.kind in ("share", "allocate"):
             assert event.request_id is not None
             blocks = took if event.kind == "allocate" else forked if event.num_tokens else found
-            blocks[event.request_id] = blocks.get(event.request_id, 0) + len(event.block_ids)
+            blocks[event.request_id] = blocks.get(event.request_id, 0) + sum(map(bool, event.block_ids))
         elif event.kind == "copy":
             counts["copy"] += 1
+        elif event.kind == "slide":
+            assert event.request_id is not None
+            slid[event.request_id] = slid.get(event.request_id, 0) + len(event.block_ids)
         else:
             counts[event.kind] += len(event.block_ids)
             forgot_all |= event.kind == "uncache" and not event.block_ids
@@ -59,6 +63,8 @@ def step_sentences(step: LedgerStep, name: Callable[[str], str] = str) -> list[s
         )
     if ended["free"]:
         sentences.append(f"{_requests(ended['free'], name)} gave back all blocks.")
+    if slid:
+        sentences.append(f"{_requests([*slid], name)} gave back {_blocks(sum(slid.values()))} behind the window.")
     if forgot_all:
         sentences.append("The prefix cache was emptied.")
     if counts["uncache"]:

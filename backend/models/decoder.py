@@ -96,7 +96,8 @@ class Decoder(nn.Module):
         """
         hidden = F.embedding(token_ids, self.embedding)
         for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
-            hidden = layer(hidden, positions, self.cos_sin_cache, layer_cache, metadata, attention)
+            group = metadata.of_group(layer_cache.group)
+            hidden = layer(hidden, positions, self.cos_sin_cache, layer_cache, group, attention)
         return self.final_norm(hidden)
 
     @torch.inference_mode()

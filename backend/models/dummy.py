@@ -75,6 +75,29 @@ DUMMY_SHAPES: dict[str, DecoderConfig] = {
         eos_token_ids=frozenset(),
         checkpoint_dtype="generated",
     ),
+    # Its last two layers see 32 tokens, the first two all: two KV groups, of which one never grows beyond its window.
+    "tiny-windows": DecoderConfig(
+        architecture="Qwen2ForCausalLM",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=160,
+        num_layers=4,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+        eos_token_ids=frozenset(),
+        checkpoint_dtype="generated",
+        qkv_bias=True,
+        sliding_window=32,
+        sliding_layers=(2, 3),
+    ),
 }
 
 

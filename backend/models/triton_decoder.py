@@ -91,7 +91,8 @@ class TritonDecoder:
         norm_weights = [layer.attention_norm.weight if plan.defers_norm else None for layer in layers]
         residual, deferred = embed_tokens(token_ids, rows, sampled_token_ids, self._model.embedding, norm_weights[0])
         for layer, layer_cache, next_norm_weight in zip(layers, layer_caches, [*norm_weights[1:], None], strict=True):
-            deferred = self._layer(layer, plan, residual, deferred, next_norm_weight, layer_cache, metadata, attention)
+            group = metadata.of_group(layer_cache.group)
+            deferred = self._layer(layer, plan, residual, deferred, next_norm_weight, layer_cache, group, attention)
         return residual
 
     @torch.inference_mode()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backend.attention.metadata import LayerCache
 from backend.config import EngineConfig
-from backend.core.kv_cache_manager import KVGroupSpec
+from backend.core.kv_groups import KVGroupSpec
 from backend.core.swapping import num_host_blocks
 from backend.errors import CapacityError
 from backend.sample.metadata import copy_to
@@ -31,9 +31,8 @@ def copy_blocks(layer_caches: Sequence[LayerCache], copies: Sequence[tuple[int, 
     """
     block_ids = np.array(copies, dtype=np.int64).T.copy()
     sources, destinations = copy_to(block_ids, layer_caches[0].key_cache.device)
-    for cache in layer_caches:
-        for tensor in cache.tensors():
-            tensor.index_copy_(0, destinations, tensor.index_select(0, sources))
+    for tensor in _pool_tensors(layer_caches):
+        tensor.index_copy_(0, destinations, tensor.index_select(0, sources))
 
 
 class BlockStore(Protocol):
@@ -50,10 +49,10 @@ class BlockStore(Protocol):
 
 
 class DeviceBlocks:
-    """The KV cache: a row is what a block holds of every tensor of every layer, one after the other."""
+    """The KV cache: a row is what a block holds of every tensor, one after the other."""
 
     def __init__(self, layer_caches: Sequence[LayerCache]) -> None:
-        tensors = [tensor for cache in layer_caches for tensor in cache.tensors()]
+        tensors = _pool_tensors(layer_caches)
         self._parts = [tensor.flatten(1).view(torch.uint8) for tensor in tensors]  # uint8 [num_blocks + 1, bytes]
         self._device = tensors[0].device
 
@@ -159,6 +158,12 @@ class BlockTransfer:
         done = torch.cuda.Event()
         done.record()
         return TransferHandle(done)
+
+
+def _pool_tensors(layer_caches: Sequence[LayerCache]) -> list[Tensor]:
+    """Each once: layers of different KV groups share them."""
+    caches = {cache.key_cache.data_ptr(): cache for cache in layer_caches}
+    return [tensor for cache in caches.values() for tensor in cache.tensors()]
 
 
 def _runs(block_ids: np.ndarray) -> Iterator[tuple[int, int, int]]:

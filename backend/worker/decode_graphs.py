@@ -42,7 +42,7 @@ class _Graph:
     size: int
     width: int  # blocks that a row of its table has
     graph: torch.cuda.CUDAGraph
-    block_table: Tensor  # int32 [size, width]
+    block_tables: Tensor  # int32 [num_groups, size, width]
     query_start_loc: Tensor  # int32 [size + 1]; kept because a replay may read it
     output: DecodeOutput
 
@@ -55,6 +55,7 @@ class DecodeGraphs:
     logits: float32 [max_num_reqs, vocab_size], where the graphs leave theirs.
     max_num_reqs: largest batch.
     max_num_blocks: blocks of the longest request.
+    num_groups: KV groups of the model.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class DecodeGraphs:
         max_num_reqs: int,
         max_num_blocks: int,
         block_size: int,
+        num_groups: int = 1,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
@@ -75,6 +77,7 @@ class DecodeGraphs:
         self._sampled_token_ids = sampled_token_ids
         self._device = sampled_token_ids.device
         self._block_size = block_size
+        self._num_groups = num_groups
         self._padding_row = sampled_token_ids.numel() - 1
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._last: _Graph | None = None  # the one whose tensors describe the step that follows
@@ -84,10 +87,9 @@ class DecodeGraphs:
         # Graphs never run at the same time: they share what they read.
         largest = self._sizes[-1]
         self._logits = logits
-        self._inputs = torch.zeros(
-            _num_input_bytes(largest) + 4 * largest * max_num_blocks, dtype=torch.uint8, device=self._device
-        )
-        self._block_table = torch.zeros(largest * max_num_blocks, dtype=torch.int32, device=self._device)
+        num_entries = num_groups * largest * max_num_blocks
+        self._inputs = torch.zeros(_num_input_bytes(largest) + 4 * num_entries, dtype=torch.uint8, device=self._device)
+        self._block_tables = torch.zeros(num_entries, dtype=torch.int32, device=self._device)
 
     def __len__(self) -> int:
         return len(self._keys())
@@ -115,7 +117,7 @@ class DecodeGraphs:
 
     def replay(self, step: StepInput, buffers: HostBuffers) -> DecodeOutput:
         """Start a step whose requests all have one token. Its rows' tokens become their last sampled ones."""
-        num_reqs, num_blocks = step.block_table.shape
+        _, num_reqs, num_blocks = step.block_tables.shape
         size = next(size for size in self._sizes if size >= num_reqs)
         width = next(width for width in self._widths_of(size) if width >= num_blocks)
         graph = self._graphs[size, width]
@@ -128,11 +130,11 @@ class DecodeGraphs:
         fixed[2, step.sampled_reqs] = step.sampled_rows
         seq_lens = np.zeros((_num_input_bytes(size) - 24 * size) // 4, dtype=np.int32)
         seq_lens[:num_reqs] = step.seq_lens
-        host = buffers.next(_num_input_bytes(size) + step.block_table.nbytes)
-        write_parts(host, [fixed, seq_lens, np.ascontiguousarray(step.block_table)])
+        host = buffers.next(_num_input_bytes(size) + step.block_tables.nbytes)
+        write_parts(host, [fixed, seq_lens, np.ascontiguousarray(step.block_tables)])
         self._inputs[: host.numel()].copy_(host, non_blocking=True)
-        entries = self._inputs[_num_input_bytes(size) : host.numel()].view(torch.int32).view(num_reqs, num_blocks)
-        graph.block_table[:num_reqs, :num_blocks].copy_(entries)
+        entries = self._inputs[_num_input_bytes(size) : host.numel()].view(torch.int32).view(step.block_tables.shape)
+        graph.block_tables[:, :num_reqs, :num_blocks].copy_(entries)
         self._last = graph
         return self._run(graph, num_reqs)
 
@@ -141,12 +143,12 @@ class DecodeGraphs:
         graph = self._last
         assert graph is not None
         if step.new_blocks:
-            places, columns, block_ids = np.array(step.new_blocks, dtype=np.int64).T
+            groups, places, columns, block_ids = np.array(step.new_blocks, dtype=np.int64).T
             host = buffers.next(12 * len(places))
-            write_parts(host, [places * graph.width + columns, block_ids.astype(np.int32)])
+            write_parts(host, [(groups * graph.size + places) * graph.width + columns, block_ids.astype(np.int32)])
             remote = host.to(self._device, non_blocking=True)
             entries, ids = remote[: 8 * len(places)].view(torch.int64), remote[8 * len(places) :].view(torch.int32)
-            graph.block_table.view(-1).index_copy_(0, entries, ids)
+            graph.block_tables.view(-1).index_copy_(0, entries, ids)
         return self._run(graph, len(step.request_ids))
 
     def _run(self, graph: _Graph, num_reqs: int) -> DecodeOutput:
@@ -164,19 +166,24 @@ class DecodeGraphs:
         sampled_rows.fill_(self._padding_row)
         seq_lens = inputs[24 * size : 28 * size].view(torch.int32)
         seq_lens.zero_()
-        block_table = self._block_table[: size * width].view(size, width)
+        num_entries = self._num_groups * size * width
+        block_tables = self._block_tables[:num_entries].view(self._num_groups, size, width)
         query_start_loc = torch.arange(size + 1, dtype=torch.int32, device=self._device)
 
         def run() -> DecodeOutput:
-            positions, slot_mapping = decode_positions(seq_lens, block_table, self._block_size)
+            positions, slot_mapping = decode_positions(seq_lens, block_tables[0], self._block_size)
             metadata = AttentionMetadata(
                 query_start_loc=query_start_loc,
                 seq_lens=seq_lens,
-                block_table=block_table,
+                block_table=block_tables[0],
                 slot_mapping=slot_mapping,
                 positions=positions,
                 num_decodes=size,
             )
+            if self._num_groups > 1:
+                others = block_tables[1:].unbind()
+                slots = [decode_positions(seq_lens, table, self._block_size)[1] for table in others]
+                metadata = metadata.with_groups(others, slots)
             hidden = self._decoder.forward(
                 token_ids, rows, self._sampled_token_ids, self._layer_caches, metadata, self._attention
             )
@@ -186,7 +193,7 @@ class DecodeGraphs:
             return DecodeOutput(logits, outcomes)
 
         graph, output = capture_graph(run, pool, self._device)
-        return _Graph(size, width, graph, block_table, query_start_loc, output)
+        return _Graph(size, width, graph, block_tables, query_start_loc, output)
 
 
 def capture_graph(

@@ -28,11 +28,13 @@ def capture_graphs(
     *,
     vocab_size: int,
     max_model_len: int,
+    num_groups: int,
     on_progress: Callable[[int, int], None],
 ) -> tuple[DecodeGraphs, MixedGraphs]:
     """Args:
     sampled_token_ids: int64 [max_num_seqs + 1].
     max_model_len: longest request, in tokens.
+    num_groups: KV groups of the model.
     on_progress: gets graphs done and in all.
     """
     assert isinstance(decoder, TritonDecoder)
@@ -49,12 +51,14 @@ def capture_graphs(
         max_num_tokens=scheduler.max_num_batched_tokens,
         max_num_reqs=max_num_reqs,
         max_num_blocks=max_num_blocks,
+        num_groups=num_groups,
     )
     decode = DecodeGraphs(
         *parts,
         max_num_reqs=max_num_reqs,
         max_num_blocks=max_num_blocks,
         block_size=block_size,
+        num_groups=num_groups,
     )
     done, total = 0, len(mixed) + len(decode)
 

@@ -35,10 +35,12 @@ class StepInput:
     token_ids: np.ndarray  # int64 [num_tokens]; SAMPLED_TOKEN: the last one sampled in the token's row
     token_rows: np.ndarray  # int64 [num_tokens], the row of each token's request
     positions: np.ndarray  # int64 [num_tokens]
-    slot_mapping: np.ndarray  # int64 [num_tokens]
+    slot_mappings: np.ndarray  # int64 [num_groups, num_tokens], of each KV group
     query_start_loc: np.ndarray  # int32 [num_reqs + 1]
     seq_lens: np.ndarray  # int32 [num_reqs]
-    block_table: np.ndarray  # int32 [num_reqs, blocks of the longest]
+    # int32 [num_groups, num_reqs, blocks of the longest], of each KV group. Entries behind a window may name blocks that
+    # others have by now: attention does not read them.
+    block_tables: np.ndarray
     num_decodes: int  # leading requests with a single token
     sampled_request_ids: list[str]  # requests whose last known token is in this step
     sampled_reqs: np.ndarray  # int64 [num_sampled], their places in the batch
@@ -57,7 +59,7 @@ class RepeatInput:
 
     request_ids: list[str]
     rows: np.ndarray  # int64 [num_reqs]
-    new_blocks: list[tuple[int, int, int]]  # (place in the batch, column of the block table, block id)
+    new_blocks: list[tuple[int, int, int, int]]  # (KV group, place in the batch, column of the block table, block id)
     sampling: SamplingMetadata | None  # as in StepInput
 
 
@@ -76,13 +78,15 @@ class InputBatch:
     """Args:
     max_num_reqs: most requests known at once.
     max_model_len: longest request, in tokens.
+    num_groups: KV groups of the model.
     """
 
-    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
         self._block_size = block_size
         self._states: dict[str, _RequestState] = {}
         self._free_rows = list(range(max_num_reqs))
-        self._block_table = np.zeros((max_num_reqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self._block_tables = np.zeros((num_groups, max_num_reqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self._tables = list(self._block_tables)  # each group's, a view
         self._last: _Last | None = None
         self._num_known = np.zeros(max_num_reqs, dtype=np.int64)  # tokens whose ids the host has
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)  # those, and the ones sampled since
@@ -132,12 +136,13 @@ class InputBatch:
         assert last is not None
         last.max_seq_len += 1
         new_blocks = []
-        for request_id, (block_ids,) in scheduled.new_block_ids.items():
+        for request_id, block_ids in scheduled.new_block_ids.items():
             if last.places is None:
                 last.places = {key: place for place, key in enumerate(last.request_ids)}
             state, place = self._states[request_id], last.places[request_id]
-            new_blocks += [(place, state.num_blocks + index, block_id) for index, block_id in enumerate(block_ids)]
-            self._add_blocks(state, [block_ids])
+            for group, blocks in enumerate(block_ids):
+                new_blocks += [(group, place, column, block) for column, block in enumerate(blocks, state.num_blocks)]
+            self._add_blocks(state, block_ids)
         sampling = self._sampling(last.rows, last.request_ids)
         self._num_tokens[last.rows] += 1
         return RepeatInput(last.request_ids, last.rows, new_blocks, sampling)
@@ -163,8 +168,8 @@ class InputBatch:
             np.cumsum(num_tokens, out=query_start_loc[1:])
             token_rows = np.repeat(rows, num_tokens)
             positions = np.arange(len(token_rows)) + np.repeat(num_computed - query_start_loc[:-1], num_tokens)
-        blocks = self._block_table[token_rows, positions // self._block_size]
-        slot_mapping = blocks.astype(np.int64) * self._block_size + positions % self._block_size
+        blocks = self._entries(token_rows, positions // self._block_size)
+        slot_mappings = blocks.astype(np.int64) * self._block_size + positions % self._block_size
         max_num_blocks = -(-int(seq_lens.max()) // self._block_size)
 
         sampled_reqs = np.flatnonzero(seq_lens == self._num_tokens[rows])
@@ -180,10 +185,10 @@ class InputBatch:
             token_ids=token_ids,
             token_rows=token_rows,
             positions=positions,
-            slot_mapping=slot_mapping,
+            slot_mappings=slot_mappings,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens.astype(np.int32),
-            block_table=self._block_table[rows, :max_num_blocks],
+            block_tables=self._entries(rows, slice(max_num_blocks)),
             num_decodes=num_decodes,
             sampled_request_ids=sampled_request_ids,
             sampled_reqs=sampled_reqs,
@@ -191,6 +196,12 @@ class InputBatch:
             logits_indices=query_start_loc[1:][sampled_reqs].astype(np.int64) - 1,
             sampling=sampling,
         )
+
+    def _entries(self, rows: np.ndarray, columns: np.ndarray | slice) -> np.ndarray:
+        """Of the block table of each group."""
+        if len(self._tables) == 1:
+            return self._tables[0][rows, columns][None]  # quicker by a third
+        return self._block_tables[:, rows, columns]
 
     def _token_ids(
         self,
@@ -207,9 +218,10 @@ class InputBatch:
         return token_ids
 
     def _add_blocks(self, state: _RequestState, block_ids: list[list[int]]) -> None:
-        (new_blocks,) = block_ids  # one KV group
-        self._block_table[state.row, state.num_blocks : state.num_blocks + len(new_blocks)] = new_blocks
-        state.num_blocks += len(new_blocks)
+        begin, end = state.num_blocks, state.num_blocks + len(block_ids[0])
+        for table, blocks in zip(self._tables, block_ids, strict=True):
+            table[state.row, begin:end] = blocks
+        state.num_blocks = end
 
     def _sampling(self, rows: np.ndarray, request_ids: list[str]) -> SamplingMetadata | None:
         if (self._num_tokens[rows] >= self._num_plain[rows]).all():

@@ -8,18 +8,22 @@ import psutil
 import torch
 
 from backend.attention.metadata import LayerCache
-from backend.core.kv_cache_manager import KVGroupSpec
 from backend.core.kv_format import KVFormat
+from backend.core.kv_groups import KVGroupSpec, LayerGroup
 from backend.errors import CapacityError
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheShape:
-    """One KV group laid out in blocks."""
+    """The KV groups of a model laid out in the blocks of one pool.
 
-    group: KVGroupSpec
+    A block belongs to one group at a time, and has its slots in tensors that serve one layer of each group.
+    """
+
+    group: KVGroupSpec  # the shape of each
     block_size: int
     dtype: torch.dtype  # the model's
+    layer_groups: tuple[LayerGroup, ...] = ()  # none: one group of all layers, without a window
 
     @property
     def bytes_per_block(self) -> int:
@@ -40,13 +44,13 @@ class KVCacheShape:
         return num_blocks
 
     def allocate(self, num_blocks: int, device: torch.device) -> list[LayerCache]:
-        """One `LayerCache` per layer. Raises `CapacityError` when the device has no room."""
+        """One `LayerCache` per layer of the model. Raises `CapacityError` when the device has no room."""
         needed = (num_blocks + 1) * self.bytes_per_block
         # A CPU would hand out the memory and kill the process once it is used.
         if device.type == "cpu" and needed > psutil.virtual_memory().available:
             raise self._too_large(num_blocks)
         try:
-            return [
+            caches = [
                 LayerCache.zeros(
                     num_blocks,
                     self.block_size,
@@ -60,6 +64,12 @@ class KVCacheShape:
             ]
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise self._too_large(num_blocks) from error
+        layers = {
+            layer: replace(cache, group=group, window=window)
+            for group, (window, members) in enumerate(self.layer_groups)
+            for layer, cache in zip(members, caches, strict=False)
+        }
+        return [layers[layer] for layer in sorted(layers)] or caches
 
     def _too_large(self, num_blocks: int) -> CapacityError:
         return CapacityError(

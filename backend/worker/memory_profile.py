@@ -77,6 +77,8 @@ def _profile_run(
         positions=torch.arange(length - query_len, length, device=device).repeat(num_reqs),
         num_decodes=num_reqs if query_len == 1 else 0,
     )
+    others = max(0, len(shape.layer_groups) - 1)
+    metadata = metadata.with_groups([metadata.block_table] * others, [metadata.slot_mapping] * others)
     rows = min(max_num_seqs, num_tokens)
     sampled = SamplingParams(temperature=1.0, top_p=0.9)
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)

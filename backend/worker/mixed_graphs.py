@@ -38,6 +38,7 @@ class MixedGraphs:
     max_num_tokens: token budget of a step.
     max_num_reqs: most requests of a step; one with more is launched op by op.
     max_num_blocks: blocks of the longest request.
+    num_groups: KV groups of the model.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class MixedGraphs:
         max_num_tokens: int,
         max_num_reqs: int,
         max_num_blocks: int,
+        num_groups: int = 1,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
@@ -59,14 +61,16 @@ class MixedGraphs:
         self._device = sampled_token_ids.device
         self._padding_row = sampled_token_ids.numel() - 1
         self._max_num_reqs = max_num_reqs
-        self._max_num_blocks = max_num_blocks
+        self._num_groups = num_groups
         self._sizes = mixed_sizes(max_num_tokens, decoder.launch_bound)
         self._graphs: dict[int, _Graph] = {}
         self._logits = logits
         largest = self._padding(self._sizes[-1]) if self._sizes else None
         num_bytes = sum(array.nbytes for array in step_arrays(largest)) if largest else 0
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-        self._block_table = torch.zeros(max_num_reqs, max_num_blocks, dtype=torch.int32, device=self._device)
+        self._block_tables = torch.zeros(
+            num_groups, max_num_reqs, max_num_blocks, dtype=torch.int32, device=self._device
+        )
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -91,7 +95,7 @@ class MixedGraphs:
         padded.token_ids[:num_tokens] = step.token_ids
         padded.token_rows[:num_tokens] = step.token_rows
         padded.positions[:num_tokens] = step.positions
-        padded.slot_mapping[:num_tokens] = step.slot_mapping
+        padded.slot_mappings[:, :num_tokens] = step.slot_mappings
         padded.query_start_loc[: num_reqs + 1] = step.query_start_loc
         padded.query_start_loc[num_reqs + 1 :] = num_tokens
         padded.seq_lens[:num_reqs] = step.seq_lens
@@ -99,12 +103,12 @@ class MixedGraphs:
         padded.sampled_rows[:num_sampled] = step.sampled_rows
         arrays = step_arrays(padded)
         fixed = sum(array.nbytes for array in arrays)
-        host = buffers.next(fixed + step.block_table.nbytes)
-        write_parts(host, [*arrays, np.ascontiguousarray(step.block_table)])
+        host = buffers.next(fixed + step.block_tables.nbytes)
+        write_parts(host, [*arrays, np.ascontiguousarray(step.block_tables)])
         remote = host.to(self._device, non_blocking=True)
         self._inputs[:fixed].copy_(remote[:fixed])
-        entries = remote[fixed:].view(torch.int32).view(step.block_table.shape)
-        self._block_table[:num_reqs, : step.block_table.shape[1]].copy_(entries)
+        entries = remote[fixed:].view(torch.int32).view(step.block_tables.shape)
+        self._block_tables[:, :num_reqs, : step.block_tables.shape[2]].copy_(entries)
         graph.graph.replay()
         return DecodeOutput(graph.output.logits[:num_sampled], graph.output.outcomes[:num_sampled])
 
@@ -118,10 +122,10 @@ class MixedGraphs:
             token_ids=np.full(size, SAMPLED_TOKEN, dtype=np.int64),
             token_rows=np.full(size, row, dtype=np.int64),
             positions=np.zeros(size, dtype=np.int64),
-            slot_mapping=np.zeros(size, dtype=np.int64),
+            slot_mappings=np.zeros((self._num_groups, size), dtype=np.int64),
             query_start_loc=np.zeros(reqs + 1, dtype=np.int32),
             seq_lens=np.zeros(reqs, dtype=np.int32),
-            block_table=np.zeros((reqs, 0), dtype=np.int32),
+            block_tables=np.zeros((self._num_groups, reqs, 0), dtype=np.int32),
             num_decodes=0,
             sampled_request_ids=[],
             sampled_reqs=np.zeros(0, dtype=np.int64),
@@ -137,7 +141,7 @@ class MixedGraphs:
         write_parts(host, arrays)
         inputs = self._inputs[: host.numel()]
         inputs.copy_(host)
-        tensors = device_views(inputs, padding, self._block_table)
+        tensors = device_views(inputs, padding, self._block_tables)
 
         def run() -> DecodeOutput:
             hidden = self._decoder.forward(

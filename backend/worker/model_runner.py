@@ -12,8 +12,9 @@ from torch import Tensor
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import LayerCache
 from backend.config import EngineConfig
-from backend.core.kv_cache_manager import KVGroupSpec
 from backend.core.kv_format import KV_FORMATS
+from backend.core.kv_groups import KVGroupSpec, LayerGroup, group_layers
+from backend.core.kv_windows import KVWindows
 from backend.core.output import FinishedOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from backend.errors import CapacityError
 from backend.metrics.stats import MemoryUse
@@ -93,16 +94,21 @@ class ModelRunner:
         return self._loaded
 
     @property
-    def kv_group(self) -> KVGroupSpec:
-        config = self.loaded.config
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        return group_layers(self.loaded.config.windows)
+
+    @property
+    def kv_groups(self) -> list[KVGroupSpec]:
+        """One for each of `layer_groups`; their blocks have one size."""
+        config, groups = self.loaded.config, self.layer_groups
         kv_format = KV_FORMATS[self._config.cache.dtype]
-        return KVGroupSpec(
-            config.num_layers, config.num_kv_heads, config.head_dim, self._dtype.itemsize, format=kv_format
-        )
+        num_layers = max(len(group.layers) for group in groups)
+        parts = (num_layers, config.num_kv_heads, config.head_dim, self._dtype.itemsize)
+        return [KVGroupSpec(*parts, window=group.window, format=kv_format) for group in groups]
 
     @property
     def kv_cache_shape(self) -> KVCacheShape:
-        return KVCacheShape(self.kv_group, self._config.cache.block_size, self._dtype)
+        return KVCacheShape(self.kv_groups[0], self._config.cache.block_size, self._dtype, self.layer_groups)
 
     @torch.inference_mode()
     def determine_num_blocks(self) -> int:
@@ -113,7 +119,11 @@ class ModelRunner:
         shape = self.kv_cache_shape
         assert scheduler.max_num_seqs is not None
         assert self._config.model.max_model_len is not None
-        useful = scheduler.max_num_seqs * -(-self._config.model.max_model_len // cache.block_size)
+        assert scheduler.max_num_batched_tokens is not None
+        slides = cache.layout == "paged" and not cache.enable_prefix_caching  # else what is behind a window has its use
+        windows = [group.window if slides else None for group in self.layer_groups]
+        needs = KVWindows(windows, cache.block_size, scheduler.max_num_batched_tokens)
+        useful = scheduler.max_num_seqs * needs.peak_blocks(self._config.model.max_model_len)
         if self._device.type == "cpu":
             room = shape.blocks_in(cache.cpu_bytes, f"cache.cpu_bytes = {cache.cpu_bytes:,}")
         else:
@@ -132,9 +142,9 @@ class ModelRunner:
         assert max_num_seqs is not None
         self._layer_caches = self.kv_cache_shape.allocate(num_blocks, self._device)
         if self._config.scheduler.preemption == "swap" and self._config.cache.layout == "paged":
-            self._host_blocks = HostBlocks.allocate(self._config, self.kv_group, DeviceBlocks(self._layer_caches))
+            self._host_blocks = HostBlocks.allocate(self._config, self.kv_groups[0], DeviceBlocks(self._layer_caches))
         self._sampled_token_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)
-        self._batch = InputBatch(max_num_seqs, max_model_len, block_size)
+        self._batch = InputBatch(max_num_seqs, max_model_len, block_size, len(self.layer_groups))
 
     def capture_cuda_graphs(self, max_model_len: int, on_progress: Callable[[int, int], None]) -> None:
         """Capture the graphs of steps, if this engine has any; `on_progress` gets graphs done and in all.
@@ -157,6 +167,7 @@ class ModelRunner:
                 self._sampled_token_ids,
                 vocab_size=self.loaded.config.vocab_size,
                 max_model_len=max_model_len,
+                num_groups=len(self.layer_groups),
                 on_progress=on_progress,
             )
         except torch.OutOfMemoryError as error:
@@ -263,10 +274,11 @@ class ModelRunner:
     def memory(self) -> MemoryUse:
         """Bytes held now. Safe from any thread."""
         on_cuda = self._device.type == "cuda"
-        kv_tensors = [tensor for cache in self._layer_caches for tensor in cache.tensors()]
+        # Layers of different KV groups share tensors.
+        kv_tensors = {tensor.data_ptr(): tensor for cache in self._layer_caches for tensor in cache.tensors()}
         return MemoryUse(
             weights_bytes=self._loaded.weights_bytes if self._loaded else 0,
-            kv_cache_bytes=sum(tensor.nbytes for tensor in kv_tensors),
+            kv_cache_bytes=sum(tensor.nbytes for tensor in kv_tensors.values()),
             device_memory_bytes=torch.cuda.memory_allocated(self._device) if on_cuda else None,
             peak_memory_bytes=torch.cuda.max_memory_allocated(self._device) if on_cuda else None,
         )

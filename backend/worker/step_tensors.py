@@ -55,12 +55,12 @@ def write_parts(buffer: Tensor, arrays: list[np.ndarray]) -> None:
 
 
 def step_arrays(step: StepInput) -> list[np.ndarray]:
-    """What `device_views` makes tensors of; the block table goes apart."""
+    """What `device_views` makes tensors of; the block tables go apart."""
     return [
         step.token_ids,
         step.token_rows,
         step.positions,
-        step.slot_mapping,
+        step.slot_mappings,
         step.logits_indices,
         step.sampled_rows,
         step.query_start_loc,
@@ -68,25 +68,31 @@ def step_arrays(step: StepInput) -> list[np.ndarray]:
     ]
 
 
-def device_views(remote: Tensor, step: StepInput, block_table: Tensor) -> StepTensors:
-    """Tensors over the bytes that `write_parts` laid out for `step_arrays(step)`."""
+def device_views(remote: Tensor, step: StepInput, block_tables: Tensor) -> StepTensors:
+    """Tensors over the bytes that `write_parts` laid out for `step_arrays(step)`.
+
+    Args:
+        block_tables: int32 [num_groups, num_reqs, max_num_blocks].
+    """
     tensors, begin = [], 0
     for array in step_arrays(step):
         dtype = torch.int64 if array.dtype == np.int64 else torch.int32
         tensors.append(remote[begin : begin + array.nbytes].view(dtype))
         begin += array.nbytes
-    token_ids, token_rows, positions, slot_mapping, logits_indices, sampled_rows, start_loc, seq_lens = tensors
+    token_ids, token_rows, positions, slot_mappings, logits_indices, sampled_rows, start_loc, seq_lens = tensors
+    slot_mappings = slot_mappings.view(step.slot_mappings.shape)
+    metadata = AttentionMetadata(
+        query_start_loc=start_loc,
+        seq_lens=seq_lens,
+        block_table=block_tables[0],
+        slot_mapping=slot_mappings[0],
+        positions=positions,
+        num_decodes=step.num_decodes,
+    )
     return StepTensors(
         token_ids=token_ids,
         token_rows=token_rows,
-        metadata=AttentionMetadata(
-            query_start_loc=start_loc,
-            seq_lens=seq_lens,
-            block_table=block_table,
-            slot_mapping=slot_mapping,
-            positions=positions,
-            num_decodes=step.num_decodes,
-        ),
+        metadata=metadata.with_groups(block_tables[1:], slot_mappings[1:]) if len(block_tables) > 1 else metadata,
         logits_indices=logits_indices,
         sampled_rows=sampled_rows,
     )
@@ -96,8 +102,8 @@ def to_device(step: StepInput, buffers: HostBuffers, device: torch.device) -> St
     """Copy a step's arrays to the device without waiting."""
     arrays = step_arrays(step)
     fixed = sum(array.nbytes for array in arrays)
-    host = buffers.next(fixed + step.block_table.nbytes)
-    write_parts(host, [*arrays, np.ascontiguousarray(step.block_table)])
+    host = buffers.next(fixed + step.block_tables.nbytes)
+    write_parts(host, [*arrays, np.ascontiguousarray(step.block_tables)])
     # On a CPU the tensors must outlive the buffer's next turn.
     remote = host.to(device, non_blocking=True) if device.type == "cuda" else host.clone()
-    return device_views(remote, step, remote[fixed:].view(torch.int32).view(step.block_table.shape))
+    return device_views(remote, step, remote[fixed:].view(torch.int32).view(step.block_tables.shape))

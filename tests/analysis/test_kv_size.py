@@ -135,7 +135,10 @@ def test_the_engines_own_models_have_the_size_that_the_engine_gives_their_blocks
         kv = kv_size(config_of_decoder(decoder), "float16" if kv_format is PLAIN else kv_format.name)  # type: ignore[arg-type]
         group = KVGroupSpec(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, dtype_bytes=2, format=kv_format)
         assert kv.bytes_per_token == group.bytes_per_token
-        assert kv.blocks(16).bytes_per_block == 16 * group.bytes_per_token
+        assert kv.shape.windows == decoder.windows
+        num_groups = len(set(decoder.windows))  # of equally many layers, in all of them
+        assert kv.blocks(16).bytes_per_block == 16 * group.bytes_per_token // num_groups
+        assert kv.blocks(16).group_block_bytes == (kv.blocks(16).bytes_per_block,) * num_groups
 
 
 def blocks_in_reach(window: int | None, num_tokens: int, block_size: int) -> int:
@@ -165,11 +168,15 @@ def test_the_bound_on_internal_waste_is_reached_and_not_passed(window: int | Non
 
 
 def test_blocks_of_a_model_with_windows() -> None:
-    """A window of 1,024 that does not begin at a block's start lies in 65 blocks of 16."""
+    """A window of 1,024 that does not begin at a block's start lies in 65 blocks of 16.
+
+    5 full layers and 29 with a window are one and six times 5, one of which there is not.
+    """
     blocks = kv_size(published.GEMMA_3_4B).blocks(16)
     per_layer = 2 * 4 * 256 * 2
     assert blocks.request_blocks(K128) == (8192, 65)
-    assert blocks.request_bytes(K128) == (8192 * 5 + 65 * 29) * 16 * per_layer
+    assert blocks.bytes_per_block == 5 * 16 * per_layer
+    assert blocks.request_bytes(K128) == (8192 + 65 * 6) * blocks.bytes_per_block
     assert blocks.most_wasted_bytes == (15 * 5 + 16 * 29) * per_layer
     assert evaluate(blocks.arithmetic) == [blocks.bytes_per_block] * 2
 

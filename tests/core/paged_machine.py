@@ -1,7 +1,7 @@
 """A machine without a model: it keeps tokens where KV would be, and its next token is a hash of what it reads back.
 
 Reading through the block tables makes a misplaced, shared or recycled block show up as a wrong token, and `next_token` of the
-plain list is the oracle.
+plain list is the oracle. Of a KV group with a window it reads what is within the window only.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from backend.config import EngineConfig
 from backend.core.block_hash import prefix_key
@@ -25,21 +26,29 @@ VOCAB = 50_000
 GROUP = KVGroupSpec(1, 1, 1, 1)
 
 
-def next_token(token_ids: Sequence[int], seed: int = 0) -> int:
-    return zlib.crc32(repr((seed, list(token_ids)) if seed else list(token_ids)).encode()) % VOCAB
+def next_token(token_ids: Sequence[int], seed: int = 0, windows: Sequence[int | None] = (None,)) -> int:
+    """Of what each KV group sees of the tokens; a window of `None` sees them all."""
+    return hash_of([list(token_ids[-window:] if window else token_ids) for window in windows], seed)
 
 
-def generate(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
+def hash_of(seen: list[list[Any]], seed: int) -> int:
+    read = seen if len(seen) > 1 else seen[0]
+    return zlib.crc32(repr((seed, read) if seed else read).encode()) % VOCAB
+
+
+def generate(
+    prompt: Sequence[int], num_tokens: int, seed: int = 0, windows: Sequence[int | None] = (None,)
+) -> list[int]:
     token_ids = list(prompt)
     for _ in range(num_tokens):
-        token_ids.append(next_token(token_ids, seed))
+        token_ids.append(next_token(token_ids, seed, windows))
     return token_ids[len(prompt) :]
 
 
 @dataclass
 class _Known:
     token_ids: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]  # per KV group
     seed: int
 
 
@@ -47,6 +56,7 @@ class _Known:
 class PagedMachine:
     num_blocks: int
     block_size: int
+    windows: tuple[int | None, ...] = (None,)  # of the KV groups
     known: dict[str, _Known] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,9 +69,11 @@ class PagedMachine:
         assert list(scheduled.num_scheduled_tokens) == list(scheduled.kinds)
         for new in scheduled.new_requests:
             assert new.request_id not in self.known
-            self.known[new.request_id] = _Known(list(new.token_ids), list(new.block_ids[0]), new.sampling_params.seed)
+            blocks = [list(block_ids) for block_ids in new.block_ids]
+            self.known[new.request_id] = _Known(list(new.token_ids), blocks, new.sampling_params.seed)
         for request_id, block_ids in scheduled.new_block_ids.items():
-            self.known[request_id].blocks.extend(block_ids[0])
+            for known, more in zip(self.known[request_id].blocks, block_ids, strict=True):
+                known.extend(more)
         assert not (scheduled.swapped_out and scheduled.num_swapped == 0)
         for block, host_block in scheduled.swapped_out:
             self.host[host_block] = self._contents(block)
@@ -75,11 +87,20 @@ class PagedMachine:
         for (request_id, num_tokens), start in rows:
             state = self.known[request_id]
             end = start + num_tokens
-            for position in range(start, end):
-                self.slots[self._slot(state, position)] = state.token_ids[position]
+            for group in range(len(self.windows)):
+                for position in range(start, end):
+                    self.slots[self._slot(state, group, position)] = state.token_ids[position]
+        for (request_id, num_tokens), start in zip(
+            scheduled.num_scheduled_tokens.items(), scheduled.num_computed_tokens, strict=True
+        ):
+            state, end = self.known[request_id], start + num_tokens
+            for group, window in enumerate(self.windows):
+                if window:  # the step's first token sees the furthest back
+                    first = max(0, start + 1 - window)
+                    assert self._read(state, group, first, end) == state.token_ids[first:end]
             if end == len(state.token_ids):
-                read = [self.slots[self._slot(state, position)] for position in range(end)]
-                token_id = next_token(read, state.seed)  # type: ignore[arg-type]
+                seen = [self._read(state, group, max(0, end - (w or end)), end) for group, w in enumerate(self.windows)]
+                token_id = hash_of(seen, state.seed)
                 state.token_ids.append(token_id)
                 sampled[request_id] = [token_id]
         return ModelRunnerOutput(sampled)
@@ -87,8 +108,11 @@ class PagedMachine:
     def _contents(self, block: int) -> list[int | None]:
         return self.slots[block * self.block_size : (block + 1) * self.block_size]
 
-    def _slot(self, state: _Known, position: int) -> int:
-        block = state.blocks[position // self.block_size]
+    def _read(self, state: _Known, group: int, first: int, end: int) -> list[int | None]:
+        return [self.slots[self._slot(state, group, position)] for position in range(first, end)]
+
+    def _slot(self, state: _Known, group: int, position: int) -> int:
+        block = state.blocks[group][position // self.block_size]
         assert 1 <= block <= self.num_blocks
         return block * self.block_size + position % self.block_size
 
@@ -112,6 +136,7 @@ class Lab:
     policy: str = "fcfs"
     layout: str = "paged"
     swap_blocks: int = 0  # of host memory; with some, preempted requests are swapped
+    windows: tuple[int | None, ...] = (None,)  # of the KV groups
 
     def __post_init__(self) -> None:
         key = prefix_key(model="a machine") if self.prefix_caching else None
@@ -126,12 +151,14 @@ class Lab:
                 "scheduler.policy": self.policy,
                 "scheduler.preemption": "swap" if self.swap_blocks else "recompute",
                 "cache.swap_bytes": max(1, self.swap_blocks * self.block_size * GROUP.bytes_per_token),
-                "model.max_model_len": self.max_model_len or self.num_blocks * self.block_size,
+                "model.max_model_len": self.max_model_len or self.num_blocks * self.block_size // len(self.windows),
             }
         )
-        self.scheduler = make_scheduler(resolve_layout(config)[0], [GROUP], key)
+        self.scheduler = make_scheduler(
+            resolve_layout(config)[0], [replace(GROUP, window=window) for window in self.windows], key
+        )
         self.manager = self.scheduler.kv_cache_manager
-        self.machine = PagedMachine(self.num_blocks, self.block_size)
+        self.machine = PagedMachine(self.num_blocks, self.block_size, self.windows)
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.steps: list[SchedulerOutput] = []

@@ -1,7 +1,8 @@
 """Whatever is done to the pool in whatever order, every request reads its own tokens, and nothing is lost or held twice.
 
 The machine does to a memory of tokens what a worker does to KV: it copies, and writes each new token once. The model beside
-it is lists and sets of blocks, told by what the manager returns.
+it is lists and sets of blocks, told by what the manager returns. With a window, what a request does not see any more is given
+back, and 0 stands for it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ GARBAGE = -1
 class BlockMachine(RuleBasedStateMachine):
     NUM_BLOCKS, BLOCK_SIZE, NUM_HOST_BLOCKS = 10, 3, 8
 
-    @initialize(prefix_caching=st.booleans())
-    def begin(self, prefix_caching: bool) -> None:
+    @initialize(prefix_caching=st.booleans(), window=st.sampled_from([None, None, 1, 4, 6]))
+    def begin(self, prefix_caching: bool, window: int | None) -> None:
         key = prefix_key(model="a machine") if prefix_caching else None
-        groups = [KVGroupSpec(1, 1, 1, 1)]
+        self.window = window
+        groups = [KVGroupSpec(1, 1, 1, 1, window=window)]
         self.manager = SwappingKVCacheManager(self.NUM_BLOCKS, self.BLOCK_SIZE, groups, key, self.NUM_HOST_BLOCKS)
         self.manager.log_events(True)
         self.block_map = BlockMap(self.manager.state())
@@ -69,7 +71,13 @@ class BlockMachine(RuleBasedStateMachine):
         num_tokens = data.draw(st.integers(0, source.num_computed_tokens))
         request = self.new(source.token_ids[:num_tokens] + tokens)
         computed = self.manager.blocks_of_sample(source, num_tokens)
-        assert computed.block_ids[0] == self.held[source.request_id][: -(-num_tokens // self.BLOCK_SIZE)]
+        held = self.held[source.request_id][: -(-num_tokens // self.BLOCK_SIZE)]
+        behind = self.behind(num_tokens)
+        if 0 in held[behind:]:
+            assert computed is None
+            return
+        assert computed is not None
+        assert computed.block_ids[0] == [0] * behind + held[behind:]
         self.take(request, computed)
         if data.draw(st.booleans()) and not self.run(request):
             self.abort_one(request)
@@ -81,7 +89,10 @@ class BlockMachine(RuleBasedStateMachine):
         source = self.draw(data)
         num_tokens = data.draw(st.integers(1, source.num_computed_tokens)) if source.num_computed_tokens else 0
         request = self.new(source.token_ids[:num_tokens] + tokens)
-        self.take(request, self.manager.blocks_of_sample(source, num_tokens))
+        computed = self.manager.blocks_of_sample(source, num_tokens)
+        if computed is None:
+            return
+        self.take(request, computed)
         self.abort_one(source)
         if not self.run(request):
             self.abort_one(request)
@@ -103,7 +114,8 @@ class BlockMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:
         request, before = self.draw(data), self.manager.snapshot()
-        num_blocks, space = len(self.held[request.request_id]), self.manager.swap_space
+        reached = self.held[request.request_id][self.behind(request.num_computed_tokens) :]
+        num_blocks, space = len(reached), self.manager.swap_space
         num_free = space.num_free_blocks
         copies = self.manager.swap_out(request)
         if copies is None:
@@ -127,7 +139,8 @@ class BlockMachine(RuleBasedStateMachine):
         found = computed.block_ids[0]
         assert computed.num_tokens == max(num_tokens, self.num_found(request))
         referenced = {block for blocks in self.held.values() for block in blocks} | set(found)
-        missing = -(-computed.num_tokens // self.BLOCK_SIZE) - len(found)
+        referenced -= {0}
+        missing = -(-computed.num_tokens // self.BLOCK_SIZE) - max(len(found), self.behind(computed.num_tokens))
         if missing > self.NUM_BLOCKS - len(referenced):
             request.token_ids.pop()
             return
@@ -148,8 +161,15 @@ class BlockMachine(RuleBasedStateMachine):
     def damage(self, data: st.DataObject) -> None:
         request = self.draw(data)
         self.manager.uncache_blocks(request)
-        for block in self.held[request.request_id]:
+        held = self.held[request.request_id]
+        for block in held:
             self.cached.pop(block, None)
+        # Those that it has given back are known by what is in them, as far as the request has names for that.
+        num_known = len(request.block_hashes[0]) if request.block_hashes else 0
+        for index in range(min(held.count(0), num_known)):
+            beginning = tuple(request.token_ids[: (index + 1) * self.BLOCK_SIZE])
+            for block in [block for block in self.cached if self.beginnings[block] == beginning]:
+                del self.cached[block]
 
     @rule()
     def reset(self) -> None:
@@ -167,12 +187,12 @@ class BlockMachine(RuleBasedStateMachine):
             key: blocks for key, blocks in self.held.items() if blocks
         }
         assert self.block_map.cached == self.cached.keys()
-        referenced = {block for blocks in self.held.values() for block in blocks}
+        referenced = {block for blocks in self.held.values() for block in blocks} - {0}
         pool = self.manager.pool
         assert pool.num_referenced_blocks == len(referenced)
         assert pool.num_evictable_blocks == len(self.cached.keys() - referenced)
         for key, request in self.running.items():
-            assert self.read(self.held[key], request.num_computed_tokens) == self.computed_of(request)
+            assert self.sees(self.held[key], request.num_computed_tokens, request)
         for block, tokens in self.cached.items():
             assert self.memory[block] == tokens, "what can be found does not change"
 
@@ -191,10 +211,24 @@ class BlockMachine(RuleBasedStateMachine):
             self.abort_one(request)
 
     def num_found(self, request: Request) -> int:
-        longest = 0
-        while longest + self.BLOCK_SIZE < request.num_tokens and self.is_found(request, longest + self.BLOCK_SIZE):
-            longest += self.BLOCK_SIZE
-        return longest
+        """The longest beginning of which all is found that the token behind it sees."""
+        size, limit = self.BLOCK_SIZE, request.num_tokens if self.manager.caches_prefixes else 1
+        return max(
+            hit
+            for hit in range(0, limit, size)
+            if all(self.is_found(request, (index + 1) * size) for index in range(self.behind(hit), hit // size))
+        )
+
+    def behind(self, num_tokens: int) -> int:
+        """Blocks of which the token behind so many sees nothing, counted one by one."""
+        first = max(0, num_tokens + 1 - self.window) if self.window else 0
+        return sum((index + 1) * self.BLOCK_SIZE <= first for index in range(num_tokens))
+
+    def sees(self, blocks: list[int], num_tokens: int, request: Request) -> bool:
+        """Whether the token behind so many finds all that it sees."""
+        first = max(0, num_tokens + 1 - self.window) if self.window else 0
+        places = [(blocks[at // self.BLOCK_SIZE], at % self.BLOCK_SIZE) for at in range(first, num_tokens)]
+        return [self.memory[block][slot] for block, slot in places] == request.token_ids[first:num_tokens]
 
     def is_found(self, request: Request, num_tokens: int) -> bool:
         """Whether some request has left the block that ends there: the manager tells by hashes, the model by tokens."""
@@ -203,9 +237,11 @@ class BlockMachine(RuleBasedStateMachine):
 
     def take(self, request: Request, computed: ComputedBlocks) -> None:
         found = list(computed.block_ids[0])
-        here = len(found) * self.BLOCK_SIZE if computed.origin == "swap" else computed.num_tokens
-        assert self.read(found, here) == request.token_ids[:here]
-        for host_block, block in self.manager.take_computed_blocks(request, computed):
+        if computed.origin != "swap":
+            assert self.sees(found, computed.num_tokens, request)
+        copies = self.manager.take_computed_blocks(request, computed)
+        found += [0] * (self.behind(computed.num_tokens) - len(found))
+        for host_block, block in copies:
             self.memory[block] = list(self.host[host_block])
             self.cached.pop(block, None)
             found.append(block)
@@ -215,14 +251,15 @@ class BlockMachine(RuleBasedStateMachine):
     def run(self, request: Request) -> bool:
         """Compute all that is known of a request, as one step; False when there is no room."""
         size, start, end = self.BLOCK_SIZE, request.num_computed_tokens, request.num_tokens
-        held, holders = self.held[request.request_id], Counter(block for held in self.held.values() for block in held)
+        held = self.held[request.request_id]
+        held[: self.behind(start)] = [0] * self.behind(start)
+        holders = Counter(block for held in self.held.values() for block in held if block)
         replaced = [block for block in held[start // size :] if holders[block] > 1 or block in self.cached]
         num_taken = max(0, -(-end // size) - len(held)) + len(replaced)
-        before = self.manager.snapshot()
         allocation = self.manager.allocate_slots(request, end - start)
         if num_taken > self.NUM_BLOCKS - len(holders):
             assert allocation is None
-            assert self.manager.snapshot() == before
+            assert self.manager.snapshot().block_ids == {key: [blocks] for key, blocks in self.held.items()}
             return False
         assert allocation is not None
         assert [source for source, _ in allocation.copies] == replaced
@@ -257,13 +294,6 @@ class BlockMachine(RuleBasedStateMachine):
         self.manager.free(request)
         del self.running[request.request_id]
         del self.held[request.request_id]
-
-    def read(self, blocks: list[int], num_tokens: int) -> list[int]:
-        return [self.memory[blocks[at // self.BLOCK_SIZE]][at % self.BLOCK_SIZE] for at in range(num_tokens)]
-
-    @staticmethod
-    def computed_of(request: Request) -> list[int]:
-        return request.token_ids[: request.num_computed_tokens]
 
 
 TestBlocks = BlockMachine.TestCase

@@ -20,7 +20,7 @@ interpret_without_cuda()
 from backend.engine.engine_host import EngineHost  # noqa: E402
 from backend.models.decoder import Decoder  # noqa: E402
 from tests.engine.driving import answers, config_of  # noqa: E402
-from tests.helpers import dense_greedy, load_oracle, make_tiny_llama  # noqa: E402
+from tests.helpers import dense_greedy, load_oracle, make_tiny_llama, make_tiny_model  # noqa: E402
 from tests.kernels.quick_interpreter import patch_language_once_a_launch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -74,3 +74,24 @@ def test_blocks_of_any_size_give_the_tokens_of_the_dense_model(
         assert {key: answer.token_ids for key, answer in collected.items()} == expected
     hits = {key: answer.last.num_cached_tokens for key, answer in collected.items()}
     assert hits == {key: (len(prompt) - 1) // block_size * block_size for key, prompt in PROMPTS.items()}
+
+
+def test_windows_of_one_layer_of_two(host: EngineHost, tmp_path: Path) -> None:
+    """Two KV groups, of which one frees blocks and has them written anew while prompts are under way."""
+    shape = {"hidden_size": 56, "intermediate_size": 40, "vocab_size": 272, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 2}
+    window = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}
+    model = make_tiny_model(tmp_path, "Qwen2", **shape, **heads, **window)
+    host.load(
+        config_of(
+            model,
+            kernels__backend="triton",
+            kernels__enforce_eager=True,
+            scheduler__max_num_batched_tokens=6,
+            cache__block_size=2,
+            cache__num_blocks=18,
+        )
+    )
+    collected = answers(host, PROMPTS, max_tokens=4, ignore_eos=True)
+    expected = {key: dense_greedy(model, prompt, 4) for key, prompt in PROMPTS.items()}
+    assert {key: answer.token_ids for key, answer in collected.items()} == expected

@@ -46,13 +46,26 @@ def follow(lab: Lab) -> list[int]:
     return checked
 
 
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 6)])
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_step_of_random_traffic(seed: int, ahead: int, prefix_caching: bool) -> None:
+def test_every_step_of_random_traffic(
+    seed: int, ahead: int, prefix_caching: bool, windows: tuple[int | None, ...]
+) -> None:
     """Preemption, sharing, copies, eviction, aborts, resets, damaged logits, from a pool that is in use already."""
     rng = random.Random(seed)
-    lab = Lab(num_blocks=30, block_size=2, max_num_seqs=5, ahead=ahead, prefix_caching=prefix_caching)
+    num_blocks = {(None,): 30, (5,): 14, (None, 6): 46}[windows]
+    lab = Lab(
+        num_blocks=num_blocks,
+        block_size=2,
+        max_num_seqs=5,
+        max_num_batched_tokens=64 if windows == (None,) else 9,
+        max_model_len=60,
+        ahead=ahead,
+        prefix_caching=prefix_caching,
+        windows=windows,
+    )
     stem = rng.choices(range(VOCAB), k=20)
     lab.add("early", stem, max_tokens=6)
     lab.step()

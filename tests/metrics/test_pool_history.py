@@ -34,17 +34,19 @@ class Written(NamedTuple):
         return LedgerReader(self.chunks)
 
 
-def record(layout: str, prefix_caching: bool, max_tokens: int) -> Written:
+def record(layout: str, prefix_caching: bool, max_tokens: int, window: int | None = None) -> Written:
     """Traffic that preempts, shares, copies and evicts, with an id that is used again, and a step in flight."""
     rng = random.Random(3)
     lab = Lab(
-        num_blocks=30,
+        num_blocks=30 if window is None else 18,
         block_size=BLOCK_SIZE,
         max_num_seqs=4,
         ahead=layout != "none",
         prefix_caching=prefix_caching,
         layout=layout,
         max_model_len=60,
+        max_num_batched_tokens=64 if window is None else 16,
+        windows=(window,),
     )
     lab.manager.log_events(True)
     ledger, written, stem = StepLedger(), Written([], []), rng.choices(range(VOCAB), k=30)
@@ -90,7 +92,15 @@ def record(layout: str, prefix_caching: bool, max_tokens: int) -> Written:
 
 
 @pytest.fixture(
-    scope="module", params=[("paged", True, 300), ("paged", False, 25), ("contiguous", False, 25), ("none", False, 25)]
+    scope="module",
+    params=[
+        ("paged", True, 300),
+        ("paged", False, 25),
+        ("contiguous", False, 25),
+        ("none", False, 25),
+        ("paged", False, 25, 9),
+        ("paged", True, 300, 9),
+    ],
 )
 def written(request: pytest.FixtureRequest) -> Written:
     return record(*request.param)
@@ -98,11 +108,12 @@ def written(request: pytest.FixtureRequest) -> Written:
 
 def naive(truth: Truth) -> dict[str, int]:
     """Slots and references of the pool, each looked at by itself."""
-    holders = Counter(block for groups in truth.held.values() for block in groups[0])
+    holders = Counter(block for groups in truth.held.values() for block in groups[0] if block)
     written_slots = {
         (groups[0][position // BLOCK_SIZE], position % BLOCK_SIZE)
         for key, groups in truth.held.items()
         for position in range(truth.num_tokens[key])
+        if groups[0][position // BLOCK_SIZE]  # and not behind a window
     }
     blocks_with_tokens = {block for block, _ in written_slots}
     empty = [(block, slot) for block in holders for slot in range(BLOCK_SIZE) if (block, slot) not in written_slots]
@@ -127,10 +138,12 @@ def check(history: PoolHistory, number: int, truth: Truth) -> KVUse:
     assert {name: getattr(use, name) for name in expected} == expected
     for key, part in use.requests.items():
         shared = sum(
-            any(block in other[0] for name, other in truth.held.items() if name != key) for block in truth.held[key][0]
+            any(block in other[0] for name, other in truth.held.items() if name != key)
+            for block in truth.held[key][0]
+            if block
         )
         assert (part.num_blocks, part.num_shared, part.num_tokens) == (
-            len(truth.held[key][0]),
+            sum(map(bool, truth.held[key][0])),
             shared,
             truth.num_tokens[key],
         )
@@ -165,6 +178,8 @@ def test_what_layouts_do_to_blocks() -> None:
     assert kinds >= {"allocate", "share", "free", "preempt", "evict", "cache"}
     assert not any(naive(truth)["num_reserved_slots"] for truth in alone.truths)
     assert all(naive(truth)["num_reserved_slots"] for truth in reserved.truths if truth.held)
+    slid = record("paged", False, 25, 9)
+    assert sum(event.kind == "slide" for number in range(NUM_STEPS) for event in slid.reader.step(number).events) > 50
 
 
 def test_a_request_that_began_before_the_ledger_counts_as_full() -> None:

@@ -90,7 +90,7 @@ def test_what_leaves_for_host_memory_and_comes_back() -> None:
 
 
 def test_many_different_requests_are_summed_up() -> None:
-    events = [BlockEvent("allocate", f"run-{index}", 0, list(range(index))) for index in range(1, 8)]
+    events = [BlockEvent("allocate", f"run-{index}", 0, list(range(1, index + 1))) for index in range(1, 8)]
     events.insert(0, BlockEvent("share", "run-7", 0, [90, 91]))
     assert sentences(*events)[:-1] == [
         "Request 7 found 2 blocks in the cache and took 7 blocks.",

@@ -42,7 +42,7 @@ def check(step: StepInput, output: SchedulerOutput, jobs: list[Job], block_size:
     for array, expected, dtype in [
         (step.token_ids, token_ids, np.int64),
         (step.positions, positions, np.int64),
-        (step.slot_mapping, slots, np.int64),
+        (step.slot_mappings[0], slots, np.int64),
         (step.query_start_loc, starts, np.int32),
         (step.seq_lens, lens, np.int32),
         (step.logits_indices, last_rows, np.int64),
@@ -51,7 +51,7 @@ def check(step: StepInput, output: SchedulerOutput, jobs: list[Job], block_size:
     ]:
         assert (array.tolist(), array.dtype) == (expected, dtype)
     assert (step.token_rows.shape, step.token_rows.dtype) == ((len(token_ids),), np.int64)
-    table = step.block_table
+    table = step.block_tables[0]
     assert table.dtype == np.int32
     assert table.shape == (len(jobs), max(-(-length // block_size) for length in lens))
     for row, length, job in zip(table.tolist(), lens, jobs, strict=True):
@@ -106,14 +106,15 @@ class Device:
             for position in range(job.computed, job.computed + output.num_scheduled_tokens[job.request_id])
         ]
         assert resolved.tolist() == wanted
-        self._table[: len(jobs), : step.block_table.shape[1]] = step.block_table
+        self._table[: len(jobs), : step.block_tables[0].shape[1]] = step.block_tables[0]
 
     def check_repeat(self, step: RepeatInput, jobs: list[Job], block_size: int) -> None:
         """The same rows again; with the new blocks, the table that is there already serves the new lengths."""
         assert step.request_ids == [job.request_id for job in jobs]
         assert [self._owners[row] for row in step.rows.tolist()] == step.request_ids
         assert self._tokens[step.rows].tolist() == [job.token_ids[job.computed] for job in jobs]
-        for place, column, block_id in step.new_blocks:
+        for group, place, column, block_id in step.new_blocks:
+            assert group == 0
             self._table[place, column] = block_id
         for row, job in zip(self._table, jobs, strict=False):
             used = job.computed // block_size + 1

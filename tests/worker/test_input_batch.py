@@ -29,11 +29,11 @@ def test_a_worked_example() -> None:
     assert row_of_a != row_of_b
     assert step.token_rows.tolist() == [row_of_a] * 6 + [row_of_b] * 3
     assert step.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
-    assert step.slot_mapping.tolist() == [36, 37, 38, 39, 8, 9, 20, 21, 22]
+    assert step.slot_mappings[0].tolist() == [36, 37, 38, 39, 8, 9, 20, 21, 22]
     assert step.query_start_loc.tolist() == [0, 6, 9]
     assert step.seq_lens.tolist() == [6, 3]
-    assert step.block_table[:, 0].tolist() == [9, 5]
-    assert step.block_table[0, 1] == 2
+    assert step.block_tables[0][:, 0].tolist() == [9, 5]
+    assert step.block_tables[0][0, 1] == 2
     assert (step.num_reqs, step.num_decodes, step.sampling) == (2, 0, None)
     assert (step.sampled_request_ids, step.logits_indices.tolist()) == (["a"], [5])
     assert (step.sampled_reqs.tolist(), step.sampled_rows.tolist()) == ([0], [row_of_a])
@@ -43,7 +43,7 @@ def test_a_worked_example() -> None:
     assert step.token_ids.tolist() == [SAMPLED_TOKEN, 23, 24]
     assert step.token_rows.tolist() == [row_of_a, row_of_b, row_of_b]
     assert step.positions.tolist() == [6, 3, 4]
-    assert step.slot_mapping.tolist() == [10, 23, 28]
+    assert step.slot_mappings[0].tolist() == [10, 23, 28]
     assert (step.num_decodes, step.sampled_request_ids, step.logits_indices.tolist()) == (1, ["a", "b"], [0, 2])
 
 
@@ -67,10 +67,10 @@ def test_a_repeat_goes_on_where_the_last_step_ended() -> None:
     repeat = batch.build_repeat(again)
     assert step.sampled_request_ids == ["b", "a"], "the longer one comes first"
     assert (repeat.request_ids, repeat.rows.tolist()) == (["b", "a"], step.sampled_rows.tolist())
-    assert (repeat.new_blocks, repeat.sampling) == ([(0, 1, 7)], None)
+    assert (repeat.new_blocks, repeat.sampling) == ([(0, 0, 1, 7)], None)
     step = run(batch, step_of({"b": 1, "a": 1}, known=(Known("a", [[9]], 4), Known("b", [[]], 5))))
     assert (step.seq_lens.tolist(), step.positions.tolist()) == ([6, 5], [5, 4])
-    assert step.block_table.tolist() == [[2, 7], [1, 9]]
+    assert step.block_tables[0].tolist() == [[2, 7], [1, 9]]
     assert step.sampled_request_ids == ["b", "a"]
 
 
@@ -157,8 +157,8 @@ def test_an_id_that_comes_back_at_once_has_nothing_of_its_last_owner() -> None:
     run(batch, step_of({"a": 12}, new=(new("a", list(range(12)), [1, 2, 3]),)))
     step = run(batch, step_of({"a": 2}, new=(new("a", [70, 71], [3]),), finished=("a",)))
     assert step.token_ids.tolist() == [70, 71]
-    assert step.block_table.tolist() == [[3]]
-    assert step.slot_mapping.tolist() == [12, 13]
+    assert step.block_tables[0].tolist() == [[3]]
+    assert step.slot_mappings[0].tolist() == [12, 13]
     assert (step.sampled_request_ids, step.token_rows.tolist()) == (["a"], [0, 0])
 
 
@@ -167,7 +167,7 @@ def test_an_end_that_is_told_twice_or_of_nobody_gives_no_row_away() -> None:
     batch.update(step_of({}, new=(new("a", [1], [1]),)))
     batch.update(step_of({}, finished=("a", "a", "nobody"), preempted=("a",)))
     step = run(batch, step_of({"b": 1, "c": 1}, new=(new("b", [1], [1]), new("c", [1], [2]))))
-    assert step.block_table.tolist() == [[1], [2]]
+    assert step.block_tables[0].tolist() == [[1], [2]]
     assert sorted(step.token_rows.tolist()) == [0, 1]
 
 
@@ -177,15 +177,17 @@ def test_a_request_may_have_the_full_length(block_size: int) -> None:
     batch = InputBatch(1, 17, block_size)
     blocks = list(range(1, -(-17 // block_size) + 1))
     step = run(batch, step_of({"a": 17}, new=(new("a", list(range(17)), blocks),)))
-    assert step.block_table.tolist() == [blocks]
-    assert step.slot_mapping.tolist() == [block_size + position for position in range(17)]
+    assert step.block_tables[0].tolist() == [blocks]
+    assert step.slot_mappings[0].tolist() == [block_size + position for position in range(17)]
 
 
 def test_later_steps_leave_an_earlier_one_as_it_was() -> None:
     """The device may still be reading it."""
     batch = InputBatch(2, 16, 4)
     step = run(batch, step_of({"a": 4, "b": 4}, new=(new("a", [1] * 8, [1, 2]), new("b", [2] * 8, [3, 4]))))
-    before = [array.copy() for array in (step.block_table, step.token_ids, step.sampled_rows, step.token_rows)]
+    before = [array.copy() for array in (step.block_tables, step.token_ids, step.sampled_rows, step.token_rows)]
     run(batch, step_of({"c": 3}, new=(new("c", [5] * 3, [7, 8]),), finished=("a",)))
-    for array, copy in zip((step.block_table, step.token_ids, step.sampled_rows, step.token_rows), before, strict=True):
+    for array, copy in zip(
+        (step.block_tables, step.token_ids, step.sampled_rows, step.token_rows), before, strict=True
+    ):
         assert np.array_equal(array, copy)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import numpy as np
 import pytest
 import torch
 
-from backend.attention.metadata import AttentionMetadata
 from backend.worker.input_batch import InputBatch, StepInput
 from backend.worker.step_tensors import NUM_BUFFERS, HostBuffers, StepTensors, to_device, write_parts
 from tests.worker.traffic import Traffic
@@ -33,9 +30,15 @@ def assert_equal(tensors: StepTensors, step: StepInput, device: torch.device) ->
     metadata = tensors.metadata
     assert metadata.num_decodes == step.num_decodes
     pairs = [(tensors, name) for name in ("token_ids", "token_rows", "logits_indices", "sampled_rows")]
-    pairs += [(metadata, field.name) for field in fields(AttentionMetadata) if field.name != "num_decodes"]
-    for owner, name in pairs:
-        tensor, array = getattr(owner, name), getattr(step, name)
+    pairs += [(metadata, name) for name in ("query_start_loc", "seq_lens", "positions")]
+    arrays = [(getattr(owner, name), getattr(step, name)) for owner, name in pairs]
+    for group in range(len(step.block_tables)):
+        of_group = metadata.of_group(group)
+        assert of_group.seq_lens is metadata.seq_lens
+        arrays.append((of_group.block_table, step.block_tables[group]))
+        arrays.append((of_group.slot_mapping, step.slot_mappings[group]))
+    assert len(metadata.other_groups) == len(step.block_tables) - 1
+    for tensor, array in arrays:
         assert tensor.is_contiguous()
         assert tensor.device.type == device.type
         assert tensor.data_ptr() % tensor.element_size() == 0
@@ -67,10 +70,10 @@ def test_a_step_larger_than_the_buffers(device: torch.device) -> None:
         token_ids=ids,
         token_rows=ids + 1,
         positions=ids + 2,
-        slot_mapping=ids + 3,
+        slot_mappings=ids[None] + 3,
         query_start_loc=np.arange(num_reqs + 1, dtype=np.int32),
         seq_lens=np.arange(num_reqs, dtype=np.int32),
-        block_table=table,
+        block_tables=table[None],
         num_decodes=num_reqs,
         sampled_request_ids=[],
         sampled_reqs=ids[:0],
