@@ -16,6 +16,7 @@ from app.cli_app import app_command
 from app.cli_doctor import doctor
 from app.cli_generate import generate
 from app.cli_kernels import kernels
+from app.cli_kv_quality import kv_quality
 from app.cli_models import models
 from app.cli_run import run
 from app.cli_runs import compare, export, runs
@@ -35,6 +36,7 @@ cli.add_typer(runs, name="runs")
 cli.command()(compare)
 cli.command()(export)
 cli.add_typer(kernels, name="kernels")
+cli.command(name="kv-quality")(kv_quality)
 cli.command()(doctor)
 cli.command(name="app")(app_command)
 

@@ -27,44 +27,12 @@ from backend.core.kv_cache_manager import KVGroupSpec
 from backend.core.kv_format import KV_FORMATS
 from backend.engine.engine_host import EngineHost
 from backend.errors import EngineError
-from backend.experiments.kv_quality import KVQuality, measure_kv_quality
+from backend.experiments.kv_quality import measure_model_kv_quality
 from backend.metrics.environment import environment
-from backend.models.sources import ModelSource, ensure_model
+from backend.models.sources import ensure_model
 from backend.sampling_params import SamplingParams
 from backend.tokenizer import load_tokenizer
 from backend.workload.targets import StreamEvent
-
-QUANTIZED = tuple(name for name, kv_format in KV_FORMATS.items() if kv_format.num_scales)
-
-
-def measure_quality(
-    source: ModelSource, token_ids: list[int], lengths: list[int], device: str
-) -> tuple[KVQuality, KVGroupSpec, float]:
-    """The quality, the model's KV group in its own dtype, and the seconds that it took."""
-    import torch
-
-    from backend.models.loader import load_model
-    from backend.worker.decoders import make_decoder
-    from backend.worker.kv_cache import KVCacheShape
-    from backend.worker.model_runner import DTYPES
-
-    resolved = EngineConfig().resolve(device="cuda" if device == "cuda" else "cpu", max_model_len=max(lengths))
-    dtype = DTYPES[resolved.model.dtype]
-    loaded = load_model(source, device=torch.device(device), dtype=dtype)
-    config = loaded.config
-    group = KVGroupSpec(config.num_layers, config.num_kv_heads, config.head_dim, dtype.itemsize)
-    decoder, attention = make_decoder(loaded.model, resolved.kernels)
-    started = time.perf_counter()
-    quality = measure_kv_quality(
-        decoder,
-        attention,
-        KVCacheShape(group, resolved.cache.block_size, dtype),
-        token_ids,
-        device=device,
-        kv_dtypes=QUANTIZED,
-        lengths=lengths,
-    )
-    return quality, group, time.perf_counter() - started
 
 
 def output_rate(host: EngineHost, prompts: list[list[int]], num_tokens: int) -> float:
@@ -144,7 +112,9 @@ def main() -> None:
     # No token has fewer than one byte, and few have more than eight.
     text = options.text.read_text(encoding="utf-8")[: 16 * wanted]
     token_ids = load_tokenizer(source).encode(text)[:wanted]
-    quality, group, seconds = measure_quality(source, token_ids, options.lengths, device)
+    started = time.perf_counter()
+    quality, group = measure_model_kv_quality(source, token_ids, device=device, lengths=options.lengths)
+    seconds = time.perf_counter() - started
     rates, pools = measure_speed(options, token_ids, device)
     result = {
         "benchmark": "kv_dtypes",

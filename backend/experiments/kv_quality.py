@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from backend.config import EngineConfig
+from backend.core.kv_cache_manager import KVGroupSpec
 from backend.core.kv_format import KV_FORMATS, PLAIN
 from backend.errors import ConfigError
+from backend.models.sources import ModelSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from backend.worker.decoders import StepDecoder
     from backend.worker.kv_cache import KVCacheShape
 
+QUANTIZED = tuple(name for name, kv_format in KV_FORMATS.items() if kv_format.num_scales)
 CHUNK = 512  # tokens of a step
 LAST = 128  # positions that have the whole of a length before them
 ROWS = 64  # whose distributions are compared at once
@@ -75,6 +79,48 @@ class KVQuality:
         ]
 
 
+def measure_model_kv_quality(
+    source: ModelSource,
+    token_ids: Sequence[int],
+    *,
+    device: Literal["cuda", "cpu"],
+    kv_dtypes: Sequence[str] = QUANTIZED,
+    lengths: Sequence[int] = (512, 2048),
+) -> tuple[KVQuality, KVGroupSpec]:
+    """`measure_kv_quality` of a model that is loaded for it; the quality, and the model's KV group in its own dtype.
+
+    Raises as that does, and `ConfigError` for a model with attention windows, whose caches have several groups, or for a
+    length above its context.
+    """
+    import torch
+
+    from backend.models.loader import load_model
+    from backend.worker.decoders import make_decoder
+    from backend.worker.kv_cache import KVCacheShape
+    from backend.worker.model_runner import DTYPES
+
+    resolved = EngineConfig().resolve(device=device, max_model_len=max(lengths))
+    dtype = DTYPES[resolved.model.dtype]
+    loaded = load_model(source, device=torch.device(device), dtype=dtype)
+    config = loaded.config
+    if any(config.windows):
+        raise ConfigError(
+            f"{source.name} attends within a window; this measures models that attend to their whole context"
+        )
+    if max(lengths) > config.max_position_embeddings:
+        raise ConfigError(
+            f"a length of {max(lengths):,} tokens is above the context of {source.name}, "
+            f"{config.max_position_embeddings:,} tokens"
+        )
+    group = KVGroupSpec(config.num_layers, config.num_kv_heads, config.head_dim, dtype.itemsize)
+    decoder, attention = make_decoder(loaded.model, resolved.kernels)
+    shape = KVCacheShape(group, resolved.cache.block_size, dtype)
+    quality = measure_kv_quality(
+        decoder, attention, shape, token_ids, device=device, kv_dtypes=kv_dtypes, lengths=lengths
+    )
+    return quality, group
+
+
 def measure_kv_quality(
     decoder: StepDecoder,
     attention: AttentionBackend,
@@ -82,7 +128,7 @@ def measure_kv_quality(
     token_ids: Sequence[int],
     *,
     device: str,
-    kv_dtypes: Sequence[str] = ("fp8_e4m3", "int8", "int4"),
+    kv_dtypes: Sequence[str] = QUANTIZED,
     lengths: Sequence[int] = (512, 2048),
 ) -> KVQuality:
     """Run the first tokens of a text over a plain cache and over each quantized one.
