@@ -44,7 +44,7 @@ cli.command(name="app")(app_command)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code: 0 on success, 1 on failure, 2 for wrong usage, 128 + n for signal n.
 
-    Every failure is one line on stderr; SERVELAB_DEBUG=1 adds the traceback.
+    Every failure is one line on stderr; SERVELAB_DEBUG=1 adds the traceback, and the engine checks its blocks at every step.
     """
     terminal.open_closed_streams()
     signal.signal(signal.SIGTERM, _terminate)

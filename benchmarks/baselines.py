@@ -7,7 +7,8 @@ the trace's first requests all at once with their lengths cut to `--max-prompt-l
 
 - batching: `scheduler.batching` continuous and static; output tokens per second, and the share of slot-steps without a
   request, beside its closed form.
-- waste: `cache.layout` paged and contiguous; the share of reserved KV slots that hold no token, over all steps.
+- waste: `cache.layout` paged and contiguous; the share of reserved KV slots that hold no token, and that of the pool's slots
+  which no request can get (external fragmentation), over all steps.
 - prefix: time to first token behind a shared system prompt, cold and warm.
 - no_cache: `cache.layout` paged and none; time per output token early and late in a long answer.
 """
@@ -33,7 +34,7 @@ from backend.analysis.batching import compare_batching
 from backend.config import EngineConfig
 from backend.engine.engine_host import EngineHost
 from backend.metrics.environment import environment
-from backend.metrics.kv_use import kv_use
+from backend.metrics.kv_use import KVPool, kv_use
 from backend.metrics.ledger_reader import LedgerReader
 from backend.metrics.pool_history import PoolHistory
 from backend.metrics.stats import StepStats
@@ -137,7 +138,10 @@ def batching(config: EngineConfig, lengths: Sequence[tuple[int, int]], options: 
 
 
 def waste(config: EngineConfig, lengths: Sequence[tuple[int, int]], options: argparse.Namespace) -> dict[str, Any]:
-    """Shares of all slots that were held, summed over the steps; nothing is shared, so that the layouts compare."""
+    """Shares of all slots that were held, of the pool's for `external_share`, summed over the steps.
+
+    Nothing is shared, so that the layouts compare.
+    """
     result: dict[str, Any] = {"max_model_len": options.max_model_len}
     settings = {"model__max_model_len": options.max_model_len, "cache__enable_prefix_caching": False}
     for layout in ("paged", "contiguous"):
@@ -145,24 +149,23 @@ def waste(config: EngineConfig, lengths: Sequence[tuple[int, int]], options: arg
             one = run(host, lengths)
             info = host.info
         assert info is not None
-        block_size = info.resolved_config.cache.block_size
+        block_size, num_blocks = info.resolved_config.cache.block_size, info.load["num_blocks"]
+        pool = KVPool.of_run(info.resolved_config.to_dict(), info.model, num_blocks)
         history = PoolHistory(LedgerReader(one.recorded.chunks), block_size)
-        slots = unused = reserved = most = 0
+        uses = []
         for number in history.steps:
             moment = history.at(number)
             assert moment is not None
-            use = kv_use(moment.blocks, moment.num_tokens, block_size)
-            slots, unused, reserved = (
-                slots + use.num_slots,
-                unused + use.num_unused_slots,
-                reserved + use.num_reserved_slots,
-            )
-            most = max(most, len(use.requests))
+            scheduled = {entry.request_id: entry.num_scheduled_tokens for entry in moment.step.entries}
+            uses.append(kv_use(moment.blocks, moment.num_tokens, block_size, pool, scheduled))
+        slots = sum(use.num_slots for use in uses)
         result[layout] = {
-            "wasted_share": (unused + reserved) / slots,
-            "last_blocks_share": unused / slots,
-            "reserved_share": reserved / slots,
-            "most_requests_at_once": most,
+            "wasted_share": sum(use.num_wasted_slots for use in uses) / slots,
+            "last_blocks_share": sum(use.num_unused_slots for use in uses) / slots,
+            "reserved_share": sum(use.num_reserved_slots for use in uses) / slots,
+            "behind_window_share": sum(use.num_passed_slots for use in uses) / slots,
+            "external_share": sum(use.num_unusable_slots for use in uses) / (num_blocks * block_size * len(uses)),
+            "most_requests_at_once": max(len(use.requests) for use in uses),
             "seconds": one.seconds,
         }
     return result

@@ -15,7 +15,7 @@ from app.components.kv_cache_source import STEP, Source
 from app.components.kv_cache_steps import usage
 from app.components.live_panel import POLL_S
 from app.services import Services
-from backend.metrics.kv_use import KVUse, kv_use
+from backend.metrics.kv_use import KVPool, KVUse, kv_use
 from backend.metrics.ledger_format import LedgerStep
 from backend.metrics.step_words import step_sentences
 from db.run_rows import Run
@@ -31,6 +31,12 @@ is put together from the events in the run's step ledger: each cell is the block
 layout only the last of a request's blocks is not full:
 
 $$\\text{unused slots} = \\text{block size} \\cdot \\lceil \\text{tokens} / \\text{block size} \\rceil - \\text{tokens}$$
+
+There any free block suits any request, so no free slot is ever out of reach: external fragmentation is 0 by construction. The
+contiguous layout gives each request a piece of the pool that holds the longest one. What is left over once the pool is cut
+into such pieces is free, and no request can get it:
+
+$$\\text{unusable slots} = \\text{block size} \\cdot (\\text{free blocks} \\bmod \\text{blocks of a piece})$$
 
 Kwon et al. 2023, *Efficient Memory Management for Large Language Model Serving with PagedAttention*, sections 3.1 and 4.
 """
@@ -53,7 +59,7 @@ def show(services: Services, run: Run) -> None:
         return
     number = kv_cache_controls.step(source)
     kv_cache_source.write_address(run.run_id, number)
-    _step(source, number)
+    _step(source, number, run)
 
 
 def explanation() -> None:
@@ -72,7 +78,7 @@ def _follow(services: Services, run: Run | None) -> None:
         return
     number = source.steps[-1]
     st.session_state[STEP] = number
-    _step(source, number)
+    _step(source, number, run)
 
 
 def _nothing(run: Run) -> None:
@@ -85,7 +91,7 @@ def _nothing(run: Run) -> None:
         )
 
 
-def _step(source: Source, number: int) -> None:
+def _step(source: Source, number: int, run: Run) -> None:
     moment = source.history.at(number)
     if moment is None:
         st.info(
@@ -93,7 +99,11 @@ def _step(source: Source, number: int) -> None:
             icon=":material/grid_off:",
         )
         return
-    use = kv_use(moment.blocks, moment.num_tokens, source.block_size)
+    assert run.resolved_config is not None
+    assert run.load is not None
+    pool = KVPool.of_run(run.resolved_config, run.load.get("model", {}), source.num_blocks)
+    scheduled = {entry.request_id: entry.num_scheduled_tokens for entry in moment.step.entries}
+    use = kv_use(moment.blocks, moment.num_tokens, source.block_size, pool, scheduled)
     _figures(source, use, moment.blocks.counts(source.num_blocks), len(moment.blocks.cached))
     st.markdown(f"**{kv_cache_controls.describe(source, number)}**")
     with st.grid(3, min_column_width=260, gap=("small", "medium")) as grid:
@@ -126,7 +136,13 @@ def _figures(source: Source, use: KVUse, counts: tuple[int, int, int], num_cache
             "Cached blocks without a holder: a later request may find them, or they make room.",
             f"{formatting.count(num_cached)} cached in all",
         )
-        figures.figure("Free", formatting.count(free), "Blocks that hold nothing anybody wants.", f"of {total}")
+        unusable = use.num_unusable_slots // use.block_size
+        figures.figure(
+            "Free",
+            formatting.count(free),
+            "Blocks that hold nothing anybody wants.",
+            f"of {total}" + (f", {formatting.count(unusable)} unusable" if unusable else ""),
+        )
         figures.figure(
             "Saved by sharing",
             formatting.percent(use.saved_share),
@@ -137,8 +153,9 @@ def _figures(source: Source, use: KVUse, counts: tuple[int, int, int], num_cache
         figures.figure(
             "Unused slots",
             formatting.percent(use.wasted_share),
-            "Slots (of a token each) in held blocks that hold no token, of all slots in held blocks.",
-            f"{formatting.count(use.num_unused_slots + use.num_reserved_slots)} slots",
+            "Slots (of a token each) in held blocks that hold no token, or one that is behind the window, of all slots in "
+            "held blocks.",
+            f"{formatting.count(use.num_wasted_slots)} slots",
         )
 
 
@@ -149,17 +166,20 @@ def _sentences(step: LedgerStep) -> None:
 
 
 def _slots(use: KVUse) -> None:
-    """Where the slots of held blocks go."""
-    if not use.num_slots:
+    """Where the slots of held blocks go, and with them those that nobody can hold."""
+    total = use.num_slots + use.num_unusable_slots
+    if not total:
         return
-    used = use.num_slots - use.num_unused_slots - use.num_reserved_slots
     parts: Sequence[tuple[str, int, str]] = (
-        ("with a token", used, palette.IN_USE),
+        ("with a token", use.num_slots - use.num_wasted_slots, palette.IN_USE),
         ("unused in last blocks", use.num_unused_slots, palette.WAITING),
         ("in empty blocks", use.num_reserved_slots, palette.FREE),
+        ("behind the window", use.num_passed_slots, palette.CACHED),
+        ("free, but too few for a request", use.num_unusable_slots, palette.BASELINE),
     )
     shares = [Share(label, amount, formatting.count(amount), colour) for label, amount, colour in parts if amount]
-    share_bar("Slots in held blocks", shares, formatting.count(use.num_slots))
+    title = "Slots in held blocks and unusable ones" if use.num_unusable_slots else "Slots in held blocks"
+    share_bar(title, shares, formatting.count(total))
     if use.num_unknown:
         st.caption(
             f"{formatting.count(use.num_unknown)} requests began before the ledger; their slots count as used, since their "

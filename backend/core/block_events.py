@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 # allocate: a request takes blocks that hold nothing it knows, behind those it has
@@ -37,3 +39,5 @@ class PoolState(NamedTuple):
 
     held: dict[str, list[list[int]]]  # request -> its blocks in logical order, one list per KV group
     cached: list[int]  # those that can be found, held or not
+    # Request -> tokens in its blocks, those of the step for which the blocks were taken included; only where it is known.
+    num_tokens: Mapping[str, int] = MappingProxyType({})

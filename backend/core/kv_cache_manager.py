@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Literal
 
@@ -225,15 +225,14 @@ class KVCacheManager:
 
     def take_events(self) -> list[BlockEvent]:
         """What has happened since the last call, in order; nothing while nothing is kept."""
-        events = self._events
-        if not events:
-            return []
-        self._events = []
-        return events
+        events, self._events = self._events, None if self._events is None else []
+        return events or []
 
-    def state(self) -> PoolState:
-        """Every block that is not free: from here on, events tell the rest."""
-        return PoolState(self._held(), self.pool.cached_blocks())
+    def state(self, requests: Mapping[str, Request] | None = None) -> PoolState:
+        """Every block that is not free, and the tokens of these requests: from here on, events tell the rest."""
+        known = requests or {}
+        num_tokens = {key: known[key].num_computed_tokens for key in self._block_ids if key in known}
+        return PoolState(self._held(), self.pool.cached_blocks(), num_tokens)
 
     def snapshot(self) -> KVCacheSnapshot:
         return KVCacheSnapshot(

@@ -6,6 +6,7 @@ device has its next work when it finishes; all of the host's work then runs besi
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ class LLMEngine:
     vocab_size: ids a prompt may hold.
     eos_token_ids: end a request unless it ignores them.
     prefix_key: of the prefix cache, see `KVCacheManager`; None when there is none.
+
+    With SERVELAB_DEBUG in the environment when it is made, each step ends with a check of all KV blocks.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class LLMEngine:
         self._in_flight: deque[_Step] = deque()
         self._max_ahead = 1 if config.scheduler.async_scheduling else 0  # steps in flight beside the one waited for
         self._last_result = self._last_end = 0.0  # of the step before
+        self._checks_blocks = bool(os.environ.get("SERVELAB_DEBUG"))  # a look at all of them: too slow to measure with
 
     def check_request(self, token_ids: list[int], sampling: SamplingParams) -> None:
         """Raise `RequestError` for a request that could never be served. Safe from any thread."""
@@ -171,6 +175,8 @@ class LLMEngine:
         """One iteration over the unfinished requests; what it yielded, in batch order.
 
         With asynchronous scheduling that is what the step submitted before it yielded, and nothing after an idle time.
+
+        Raises `EngineError` when nothing can be scheduled, and in debug when KV blocks and their holders do not agree.
         """
         step = self._submit()
         if step is not None:
@@ -200,7 +206,7 @@ class LLMEngine:
             if request.scheduled_time is None:
                 request.scheduled_time = started
         is_key = self._sink is not None and self._num_submitted % KEY_FRAME_STEPS == 0
-        key_frame = manager.state() if is_key else None
+        key_frame = manager.state(self.scheduler.requests) if is_key else None
         self._num_submitted += 1
         pool = manager.pool
         blocks = (pool.num_referenced_blocks, pool.num_evictable_blocks, pool.num_free_blocks)
@@ -217,12 +223,20 @@ class LLMEngine:
         events, stopped = self._output_processor.process_step(outputs, result)
         for request_id in stopped:
             self.scheduler.finish_request(request_id, "stop")
+        if self._checks_blocks:
+            self._check_blocks()
         if self._sink is not None:
             end = self._record(self._sink, step, events, result)
         else:
             end = time.perf_counter()
         self._last_result, self._last_end = result, end
         return events
+
+    def _check_blocks(self) -> None:
+        try:
+            self.scheduler.kv_cache_manager.check_integrity()
+        except RuntimeError as error:
+            raise EngineError(f"the KV cache is inconsistent after a step (SERVELAB_DEBUG is set): {error}") from error
 
     def _record(self, sink: StatsSink, step: _Step, events: list[StreamEvent], result: float) -> float:
         """Tell the sink of a step; when the step ended."""

@@ -9,13 +9,18 @@ A chunk is zlib data over, in little-endian order:
         step numbers [num_steps], entries per step [num_steps], events per step [num_steps]
         of an entry: id table index, scheduled tokens [num_entries each]
         of an event: id table index + 1 or 0 for none, number of block ids, tokens [num_events each]
-        of a list of the key frame: id table index + 1, or 0 for the cached blocks; number of block ids [num_lists each]
-        block ids [num_block_ids]: those of the events, then those of the lists
+        of a list of the key frame: id table index + 1, or 0 for the cached blocks; number of block ids; tokens of the
+        request + 1, or 0 where they are not known [num_lists each]
+        block ids [num_block_ids]: those of the events, then those of the lists, each as its difference from the one before
+        it, modulo 2**32; cached blocks ascend
     u8 columns: kind of an entry [num_entries]; kind of an event, KV group of an event [num_events each]; KV group of a list
         of the key frame [num_lists]; 1 where there is a key frame, else 0
 
-Columns compress far better than rows: a steady batch repeats itself from step to step. Version 2 had no tokens of events.
-Version 1 had neither events nor key frames: three counts in its header (steps, entries, size of the id table), columns
+Columns compress far better than rows: a steady batch repeats itself from step to step. So do differences of block ids: a
+pool hands out runs of them, and most of a full cache are neighbours.
+
+Version 3 had block ids as they are, cached ones in any order, and no tokens of lists. Version 2 had no tokens of events
+either. Version 1 had neither events nor key frames: three counts in its header (steps, entries, size of the id table), columns
 without those of events and lists.
 """
 
@@ -25,6 +30,7 @@ import json
 import struct
 import zlib
 from array import array
+from itertools import islice
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -39,9 +45,9 @@ EVENT_KINDS: tuple[BlockEventKind, ...] = get_args(BlockEventKind)  # likewise
 EVENT_KIND_CODES = {kind: code for code, kind in enumerate(EVENT_KINDS)}
 
 _MAGIC = b"SLST"
-_VERSION = 3
+_VERSION = 4
 _START = struct.Struct("<4sB")
-_COUNTS = {1: struct.Struct("<III"), 2: struct.Struct("<IIIIII"), 3: struct.Struct("<IIIIII")}
+_COUNTS = {1: struct.Struct("<III")} | dict.fromkeys((2, 3, 4), struct.Struct("<IIIIII"))
 
 
 class LedgerEntry(NamedTuple):
@@ -67,6 +73,15 @@ class LedgerSegment(NamedTuple):
     key_frame: PoolState | None
 
 
+class _BlockList(NamedTuple):
+    """Of a key frame."""
+
+    request_id: str | None  # None for the cached blocks
+    group: int
+    block_ids: list[int]
+    num_tokens: int | None  # of the request, where it is known
+
+
 class IdTable(dict[str, int]):
     """Numbers ids in the order in which they are first asked for."""
 
@@ -88,24 +103,26 @@ class Columns:
     def encode(self) -> bytes:
         lists = _lists_of(self.key_frame)
         owners = array("I", [self._owner(event.request_id) for event in self.events])
-        list_owners = array("I", [self._owner(request_id) for request_id, _, _ in lists])
+        list_owners = array("I", [self._owner(each.request_id) for each in lists])
+        list_tokens = array("I", [0 if each.num_tokens is None else each.num_tokens + 1 for each in lists])
         event_sizes = array("I", [len(event.block_ids) for event in self.events])
         event_tokens = array("I", [event.num_tokens for event in self.events])
-        list_sizes = array("I", [len(blocks) for _, _, blocks in lists])
+        list_sizes = array("I", [len(each.block_ids) for each in lists])
         block_ids = array("I")
         for event in self.events:
             block_ids.extend(event.block_ids)
-        for _, _, blocks in lists:
-            block_ids.extend(blocks)
+        for each in lists:
+            block_ids.extend(each.block_ids)
         names = json.dumps(list(self.ids), ensure_ascii=False, separators=(",", ":")).encode()
         sizes = (len(self.steps), len(self.kinds), len(self.events), len(block_ids), len(lists), len(names))
         columns = (self.steps, self.counts, self.event_counts, self.id_indices, self.num_scheduled_tokens)
-        columns += (owners, event_sizes, event_tokens, list_owners, list_sizes, block_ids)
+        differences = np.diff(np.asarray(block_ids, dtype=np.uint32), prepend=np.uint32(0))
+        columns += (owners, event_sizes, event_tokens, list_owners, list_sizes, list_tokens, differences)
         numbers = (np.asarray(column).astype("<u4", copy=False).tobytes() for column in columns)
         codes = (
             bytes(EVENT_KIND_CODES[event.kind] for event in self.events),
             bytes(event.group for event in self.events),
-            bytes(group for _, group, _ in lists),
+            bytes(each.group for each in lists),
             bytes([self.key_frame is not None]),
         )
         head = _START.pack(_MAGIC, _VERSION) + _COUNTS[_VERSION].pack(*sizes)
@@ -132,38 +149,43 @@ def read_chunk(data: bytes) -> LedgerSegment:
     num_steps, num_entries, num_events, num_block_ids, num_lists, names_size = counts
     with_events = version > 1
     widths = [num_steps] * (3 if with_events else 2) + [num_entries] * 2
-    widths += [num_events] * (3 if version > 2 else 2) + [num_lists] * 2 + [num_block_ids]
+    widths += [num_events] * (3 if version > 2 else 2) + [num_lists] * (3 if version > 3 else 2) + [num_block_ids]
     num_codes = num_entries + 2 * num_events + num_lists + with_events
     offset = _START.size + _COUNTS[version].size if magic == _MAGIC else 0
     if magic != _MAGIC or len(raw) != offset + names_size + 4 * sum(widths) + num_codes:
         raise DatabaseError("the step ledger is damaged: its parts do not add up")
     ids: list[str] = json.loads(raw[offset : offset + names_size])
     numbers = np.frombuffer(raw, dtype="<u4", count=sum(widths), offset=offset + names_size)
-    columns = [column.tolist() for column in np.split(numbers, np.cumsum(widths)[:-1])]
+    *columns, block_ids = np.split(numbers, np.cumsum(widths)[:-1])
+    if version > 3:
+        block_ids = np.cumsum(block_ids, dtype=np.uint32)
+    columns = [column.tolist() for column in columns]
     if not with_events:
         columns.insert(2, [0] * num_steps)
     if version < 3:
         columns.insert(7, [0] * num_events)
+    if version < 4:
+        columns.append([0] * num_lists)
     steps, counts, event_counts, id_indices, tokens, *columns = columns
-    owners, event_sizes, event_tokens, list_owners, list_sizes, block_ids = columns
+    owners, event_sizes, event_tokens, list_owners, list_sizes, list_tokens = columns
     codes = raw[len(raw) - num_codes :]
     entries = [
         LedgerEntry(ids[index], num_tokens, STEP_KINDS[kind])
         for index, num_tokens, kind in zip(id_indices, tokens, codes[:num_entries], strict=True)
     ]
-    blocks = iter(block_ids)
+    blocks = iter(block_ids.tolist())
     names = [None, *ids]
     kinds, groups, list_groups = (
         codes[num_entries + begin : num_entries + begin + count]
         for begin, count in ((0, num_events), (num_events, num_events), (2 * num_events, num_lists))
     )
     events = [
-        BlockEvent(EVENT_KINDS[kind], names[owner], group, [next(blocks) for _ in range(size)], num_tokens)
+        BlockEvent(EVENT_KINDS[kind], names[owner], group, list(islice(blocks, size)), num_tokens)
         for kind, owner, group, size, num_tokens in zip(kinds, owners, groups, event_sizes, event_tokens, strict=True)
     ]
     lists = [
-        (names[owner], group, [next(blocks) for _ in range(size)])
-        for owner, group, size in zip(list_owners, list_groups, list_sizes, strict=True)
+        _BlockList(names[owner], group, list(islice(blocks, size)), num_tokens - 1 if num_tokens else None)
+        for owner, group, size, num_tokens in zip(list_owners, list_groups, list_sizes, list_tokens, strict=True)
     ]
     ends, event_ends = np.cumsum(counts).tolist(), np.cumsum(event_counts).tolist()
     return LedgerSegment(
@@ -177,21 +199,24 @@ def read_chunk(data: bytes) -> LedgerSegment:
     )
 
 
-def _lists_of(state: PoolState | None) -> list[tuple[str | None, int, list[int]]]:
-    """(request, KV group, block ids); the cached blocks under None."""
+def _lists_of(state: PoolState | None) -> list[_BlockList]:
     if state is None:
         return []
     held = [
-        (request_id, group, blocks) for request_id, groups in state.held.items() for group, blocks in enumerate(groups)
+        _BlockList(request_id, group, blocks, state.num_tokens.get(request_id))
+        for request_id, groups in state.held.items()
+        for group, blocks in enumerate(groups)
     ]
-    return [*held, (None, 0, state.cached)]
+    return [*held, _BlockList(None, 0, sorted(state.cached), None)]
 
 
-def _state_of(lists: list[tuple[str | None, int, list[int]]]) -> PoolState:
-    state = PoolState({}, [])
-    for request_id, _, blocks in lists:
+def _state_of(lists: list[_BlockList]) -> PoolState:
+    held, cached, tokens = {}, [], {}
+    for request_id, _, blocks, num_tokens in lists:
         if request_id is None:
-            state.cached.extend(blocks)
-        else:
-            state.held.setdefault(request_id, []).append(blocks)
-    return state
+            cached.extend(blocks)
+            continue
+        held.setdefault(request_id, []).append(blocks)
+        if num_tokens is not None:
+            tokens[request_id] = num_tokens
+    return PoolState(held, cached, tokens)

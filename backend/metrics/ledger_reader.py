@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+from backend.core.block_events import PoolState
 from backend.errors import DatabaseError
 from backend.metrics.block_map import BlockMap
 from backend.metrics.ledger_format import LedgerSegment, LedgerStep, read_chunk
@@ -43,19 +44,30 @@ class LedgerReader:
         for number in range(max(first, self.steps.start), min(last + 1, self.steps.stop)):
             yield self.step(number)
 
-    def block_map(self, number: int) -> BlockMap | None:
-        """The pool when step `number` was handed to the worker; None in a ledger that was written before there were events.
+    def since_key_frame(self, number: int) -> tuple[PoolState, list[LedgerStep]] | None:
+        """The last key frame up to step `number`, with its step and those behind it up to that one.
 
-        Raises `DatabaseError` as `step`.
+        None in a ledger that was written before there were events. Decodes each chunk from there on once. Raises
+        `DatabaseError` as `step`.
         """
         at = self._chunk_of(number)
-        begin = next((index for index in range(at, -1, -1) if self._segment(index).key_frame is not None), None)
-        if begin is None:
+        segments: list[LedgerSegment] = []
+        for index in range(at, -1, -1):
+            segments.append(self._segment(index))
+            frame = segments[-1].key_frame
+            if frame is not None:
+                steps = [step for segment in reversed(segments) for step in segment.steps]
+                return frame, steps[: number - self._first_steps[index] + 1]
+        return None
+
+    def block_map(self, number: int) -> BlockMap | None:
+        """The pool when step `number` was handed to the worker; None and `DatabaseError` as `since_key_frame`."""
+        found = self.since_key_frame(number)
+        if found is None:
             return None
-        frame = self._segment(begin).key_frame
-        assert frame is not None
+        frame, (_, *steps) = found
         block_map = BlockMap(frame)
-        for step in self.read(self._first_steps[begin] + 1, number):
+        for step in steps:
             block_map.apply(step.events)
         return block_map
 

@@ -1,9 +1,12 @@
 """`PoolHistory`: the KV pool at any step of a ledger, and how many tokens each request has in it.
 
-A ledger says which blocks a request holds, not how full they are. But its tables only grow (what falls behind a window leaves
-the null block in its place), so its beginning is found by walking back until all entries are accounted for. From there its
-tokens are those it found in the prefix cache (whole blocks) or with another sample of its prompt or in host memory (as the
-event says) and those scheduled since.
+Events say which blocks a request holds, not how full they are. A key frame tells the tokens of each request; behind it come
+those that a request finds in the prefix cache (whole blocks) or with another sample of its prompt or in host memory (as the
+event says) and those that are scheduled. So no step needs more than what has been written since the last key frame, however
+long its requests have run.
+
+Key frames of older ledgers do not tell. But a request's tables only grow (what falls behind a window leaves the null block in
+its place), so its beginning is found by walking back until all entries are accounted for.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ class PoolMoment(NamedTuple):
 
     step: LedgerStep
     blocks: BlockMap
-    num_tokens: dict[str, int]  # request -> tokens in its blocks, this step's included; see `tokens_held`
+    num_tokens: dict[str, int]  # request -> tokens in its blocks, this step's included; without those nobody knows of
 
 
 class PoolHistory:
@@ -56,20 +59,28 @@ class PoolHistory:
                 _advance(last.blocks, last.num_tokens, step, self._block_size)
             self._last = last._replace(step=self._reader.step(number))
         else:
-            blocks = self._reader.block_map(number)
-            if blocks is None:
+            found = self._reader.since_key_frame(number)
+            if found is None:
                 return None
-            tokens = tokens_held(self._reader, number, blocks, self._block_size)
-            self._last = PoolMoment(self._reader.step(number), blocks, tokens)
+            frame, steps = found
+            blocks, tokens = BlockMap(frame), dict(frame.num_tokens)
+            unknown = {key: len(groups[0]) for key, groups in frame.held.items() if key not in tokens}
+            tokens |= _tokens_held(self._reader, steps[0].step, unknown, self._block_size)
+            for step in steps[1:]:
+                _advance(blocks, tokens, step, self._block_size)
+            self._last = PoolMoment(steps[-1], blocks, tokens)
         return self._last
 
 
-def tokens_held(reader: LedgerReader, number: int, blocks: BlockMap, block_size: int) -> dict[str, int]:
-    """Tokens that each request of `blocks`, the pool at step `number`, has in its blocks; the step's own are among them.
+def _tokens_held(reader: LedgerReader, number: int, held: dict[str, int], block_size: int) -> dict[str, int]:
+    """Tokens that requests have in their blocks at step `number`; the step's own are among them.
 
     A request that has begun before the ledger is left out: nobody knows what it found.
+
+    Args:
+        held: request -> number of its blocks in each group.
     """
-    unaccounted = {request_id: len(groups[0]) for request_id, groups in blocks.held.items()}
+    unaccounted = dict(held)
     tokens = dict.fromkeys(unaccounted, 0)
     for at in range(number, reader.steps.start - 1, -1):
         if not unaccounted:
@@ -98,7 +109,7 @@ def _advance(blocks: BlockMap, tokens: dict[str, int], step: LedgerStep, block_s
             assert request_id is not None
             if request_id not in blocks.held:
                 tokens[request_id] = 0
-            if not event.group:
+            if not event.group and request_id in tokens:
                 tokens[request_id] += _tokens_found(event, block_size)
         elif event.kind in ("free", "preempt", "swap_out") and request_id is not None:
             tokens.pop(request_id, None)

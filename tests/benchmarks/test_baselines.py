@@ -24,6 +24,7 @@ def test_all_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     trace, output = tmp_path / "trace.csv", tmp_path / "result.json"
     trace.write_text(TRACE, encoding="utf-8")
     options = ["--model", "dummy:tiny", "--set", "model.device=cpu", "--set", "scheduler.max_num_batched_tokens=512"]
+    options += ["--set", "cache.num_blocks=100", "--set", "cache.block_size=16"]
     options += [
         "--slots",
         "2",
@@ -54,6 +55,8 @@ def test_all_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert waste[layout]["wasted_share"] == pytest.approx(parts)
         assert waste[layout]["most_requests_at_once"] == 5
     assert waste["paged"]["reserved_share"] == 0
+    # Six reservations of 16 blocks fit, and 4 blocks are left.
+    assert (waste["paged"]["external_share"], waste["contiguous"]["external_share"]) == (0, pytest.approx(0.04))
     # 256 slots for each: of those, at most 124 ever hold a token.
     assert waste["contiguous"]["wasted_share"] > 132 / 256
     assert len(result["prefix"]["ttft_s"]["warm"]) == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import zlib
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ from backend.core.output import ModelRunnerOutput, StepKind
 from backend.core.scheduler import Scheduler
 from backend.errors import DatabaseError
 from backend.metrics.ledger import KEY_FRAME_STEPS, LedgerChunk, StepLedger
-from backend.metrics.ledger_format import LedgerEntry, LedgerSegment, LedgerStep, read_chunk
+from backend.metrics.ledger_format import EVENT_KINDS, LedgerEntry, LedgerSegment, LedgerStep, read_chunk
 from backend.request import Request
 from backend.sampling_params import SamplingParams
 
@@ -36,9 +36,16 @@ _EVENTS = st.lists(
     ),
     max_size=4,
 )
-_STATES = st.builds(
-    PoolState, st.dictionaries(st.text(max_size=8), st.lists(_BLOCKS, min_size=1, max_size=3), max_size=4), _BLOCKS
-)
+_HELD = st.dictionaries(st.text(max_size=8), st.lists(_BLOCKS, min_size=1, max_size=3), max_size=4)
+_TOKENS = st.none() | st.integers(0, 2**32 - 2)  # of a request: maybe nobody knows
+
+
+@st.composite
+def _states(draw: st.DrawFn) -> PoolState:
+    held = draw(_HELD)
+    tokens = {key: number for key in held if (number := draw(_TOKENS)) is not None}
+    return PoolState(held, draw(st.lists(_NUMBER, max_size=5, unique=True)), tokens)
+
 
 _ENTRIES = st.lists(
     st.tuples(st.text(max_size=8), st.integers(0, 2**32 - 1), st.sampled_from(["prefill", "decode", "recompute"])),
@@ -50,7 +57,7 @@ def append(ledger: StepLedger, step: int, entries: list[Entry]) -> LedgerChunk |
     return ledger.append(step, *([entry[column] for entry in entries] for column in range(3)))  # type: ignore[misc]
 
 
-@given(st.lists(st.tuples(_ENTRIES, _EVENTS), min_size=1, max_size=12), st.integers(0, 1000), st.none() | _STATES)
+@given(st.lists(st.tuples(_ENTRIES, _EVENTS), min_size=1, max_size=12), st.integers(0, 1000), st.none() | _states())
 def test_round_trip(steps: list[tuple[list[Entry], list[BlockEvent]]], first: int, key_frame: PoolState | None):
     ledger = StepLedger()
     for offset, (entries, events) in enumerate(steps):
@@ -64,6 +71,8 @@ def test_round_trip(steps: list[tuple[list[Entry], list[BlockEvent]]], first: in
         LedgerStep(first + i, tuple(LedgerEntry(*entry) for entry in entries), tuple(events))
         for i, (entries, events) in enumerate(steps)
     ]
+    if key_frame is not None:
+        key_frame.cached.sort()  # a set, but in order
     assert read_chunk(chunk.encode()) == LedgerSegment(expected, key_frame)
     assert ledger.flush() is None
 
@@ -106,6 +115,32 @@ def test_a_ledger_of_the_second_version_is_read():
     )
 
 
+def test_a_ledger_of_the_third_version_is_read():
+    """As written by hand after its description: as the second, and what a swap brought back; cached blocks as they came."""
+    names = b'["a"]'
+    numbers = struct.pack("<14I", 7, 1, 1, 0, 30, 1, 2, 31, 1, 0, 2, 2, 9, 8) + struct.pack("<4I", 9, 8, 8, 3)
+    codes = bytes([0, EVENT_KINDS.index("swap_in"), 0, 0, 0, 1])
+    head = struct.pack("<4sB6I", b"SLST", 3, 1, 1, 1, 6, 2, len(names))
+    assert read_chunk(zlib.compress(head + names + numbers + codes)) == LedgerSegment(
+        [LedgerStep(7, (LedgerEntry("a", 30, "prefill"),), (BlockEvent("swap_in", "a", 0, [9, 8], 31),))],
+        PoolState({"a": [[9, 8]]}, [8, 3]),
+    )
+
+
+def test_the_fourth_version_is_as_described():
+    """The tokens of a list one higher, block ids as differences: 9, 8 (one less); 8 and 9, cached, ascend."""
+    ledger = StepLedger()
+    frame = PoolState({"a": [[9, 8]], "b": [[5]]}, [9, 8], {"a": 31})
+    ledger.append(7, ["a"], [30], ["prefill"], [BlockEvent("swap_in", "a", 0, [9, 8], 31)], frame)
+    encode, _, _ = ledger.flush()  # type: ignore[misc]
+    names = b'["a","b"]'
+    numbers = struct.pack("<17I", 7, 1, 1, 0, 30, 1, 2, 31, 1, 2, 0, 2, 1, 2, 32, 0, 0)
+    numbers += struct.pack("<7I", 9, 2**32 - 1, 1, 2**32 - 1, 2**32 - 3, 3, 1)
+    codes = bytes([0, EVENT_KINDS.index("swap_in"), 0, 0, 0, 0, 1])
+    head = struct.pack("<4sB6I", b"SLST", 4, 1, 1, 1, 7, 3, len(names))
+    assert zlib.decompress(encode()) == head + names + numbers + codes
+
+
 def test_a_chunk_every_256_steps():
     ledger = StepLedger()
     chunks = [append(ledger, step, [("r", 1, "decode")]) for step in range(2 * KEY_FRAME_STEPS + 1)]
@@ -118,31 +153,49 @@ def test_a_chunk_every_256_steps():
     assert len(read_chunk(full[0][1].encode()).steps) == KEY_FRAME_STEPS
 
 
-def test_small_even_when_requests_come_and_go():
-    """1,000 steps of 64 requests, each replaced after 60 tokens, with all their blocks' events, stay below 0.5 MB."""
-    manager = KVCacheManager(4000, 16, [KVGroupSpec(1, 1, 1, 1)], prefix_key(model="m"))
-    scheduler = Scheduler(manager, max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=4096)
+class Load(NamedTuple):
+    """Of 64 requests that are replaced when they end; lengths are drawn between two bounds."""
+
+    num_blocks: int
+    prompts: tuple[int, int]
+    outputs: tuple[int, int]
+    first_step: int  # that counts: the pool is in the state that the case is about
+    num_cached: int  # blocks at least, at the end
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(Load(4000, (20, 600), (1, 120), 0, 3500), id="a small pool"),
+        pytest.param(Load(55_581, (500, 4000), (20, 300), 1024, 55_000), id="a large pool full of cache"),
+        pytest.param(Load(100_000, (23_000, 23_000), (1500, 1500), 0, 91_000), id="long prompts"),
+    ],
+)
+def test_small_even_when_requests_come_and_go(load: Load):
+    """1,000 steps of 64 requests, with all their blocks' events and key frames of the whole pool, stay below 0.5 MB."""
+    manager = KVCacheManager(load.num_blocks, 16, [KVGroupSpec(1, 1, 1, 1)], prefix_key(model="m"))
+    scheduler = Scheduler(manager, max_num_seqs=64, max_num_batched_tokens=8192, max_model_len=40_000)
     manager.log_events(True)
     ledger, chunks, rng, count = StepLedger(), [], random.Random(0), 0
-    for step in range(1000):
+    for step in range(load.first_step + 1024):
         while len(scheduler.requests) < 64:
             count += 1
-            prompt = rng.choices(range(50_000), k=rng.randint(20, 600))
-            scheduler.add_request(
-                Request(f"run12-{count}", prompt, SamplingParams(max_tokens=rng.randint(1, 120)), frozenset(), 0.0)
-            )
+            prompt = rng.choices(range(50_000), k=rng.randint(*load.prompts))
+            sampling = SamplingParams(max_tokens=rng.randint(*load.outputs), ignore_eos=True)
+            scheduler.add_request(Request(f"run12-{count}", prompt, sampling, frozenset(), 0.0))
         scheduled = scheduler.schedule()
-        frame = manager.state() if step % KEY_FRAME_STEPS == 0 else None
+        frame = manager.state(scheduler.requests) if step % KEY_FRAME_STEPS == 0 else None
         tokens = scheduled.num_scheduled_tokens
-        chunks.append(
-            ledger.append(step, tokens, tokens.values(), scheduled.kinds.values(), manager.take_events(), frame)
-        )
+        chunk = ledger.append(step, tokens, tokens.values(), scheduled.kinds.values(), manager.take_events(), frame)
+        if chunk is not None and chunk.first_step >= load.first_step:
+            chunks.append(chunk.encode())
         computed = zip(tokens.items(), scheduled.num_computed_tokens, strict=True)
         ready = [key for (key, size), start in computed if start + size == len(scheduler.requests[key].token_ids)]
         scheduler.update_from_output(scheduled, ModelRunnerOutput({key: [rng.randrange(50_000)] for key in ready}))
-    chunks.append(ledger.flush())
-    assert count > 600
-    assert sum(len(chunk.encode()) for chunk in chunks if chunk) < 0.5e6
+    assert manager.pool.num_cached_blocks >= load.num_cached
+    assert [read_chunk(data).key_frame is None for data in chunks] == [False] * 4
+    num_bytes = sum(map(len, chunks))
+    assert num_bytes < 0.5e6 * 1.024
 
 
 def test_damage_is_named():
@@ -158,5 +211,5 @@ def test_damage_is_named():
         read_chunk(zlib.compress(raw[:-1]))
     with pytest.raises(DatabaseError, match="damaged"):
         read_chunk(zlib.compress(b"????" + raw[4:]))
-    with pytest.raises(DatabaseError, match="format 9; this version of ServeLab reads formats 1 to 3"):
+    with pytest.raises(DatabaseError, match="format 9; this version of ServeLab reads formats 1 to 4"):
         read_chunk(zlib.compress(raw[:4] + b"\x09" + raw[5:]))

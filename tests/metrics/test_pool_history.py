@@ -8,10 +8,13 @@ from typing import NamedTuple
 
 import pytest
 
-from backend.core.block_events import PoolState
+from backend.core.block_events import BlockEvent, PoolState
+from backend.core.output import ModelRunnerOutput
+from backend.metrics import ledger_reader
 from backend.metrics.block_map import BlockMap
 from backend.metrics.kv_use import KVUse, kv_use
 from backend.metrics.ledger import KEY_FRAME_STEPS, LedgerChunk, StepLedger
+from backend.metrics.ledger_format import LedgerSegment, read_chunk
 from backend.metrics.ledger_reader import LedgerReader
 from backend.metrics.pool_history import PoolHistory
 from tests.core.paged_machine import VOCAB, Lab
@@ -34,7 +37,9 @@ class Written(NamedTuple):
         return LedgerReader(self.chunks)
 
 
-def record(layout: str, prefix_caching: bool, max_tokens: int, window: int | None = None) -> Written:
+def record(
+    layout: str, prefix_caching: bool, max_tokens: int, window: int | None = None, *, frames_tell_tokens: bool = True
+) -> Written:
     """Traffic that preempts, shares, copies and evicts, with an id that is used again, and a step in flight."""
     rng = random.Random(3)
     lab = Lab(
@@ -61,7 +66,8 @@ def record(layout: str, prefix_caching: bool, max_tokens: int, window: int | Non
         scheduled = schedule()
         rows = scheduled.num_scheduled_tokens
         if rows or scheduled.preempted_request_ids:
-            number, state = len(written.truths), lab.manager.state()
+            number = len(written.truths)
+            state = lab.manager.state(lab.scheduler.requests if frames_tell_tokens else None)
             computed = {key: lab.scheduler.requests[key].num_computed_tokens for key in state.held}
             written.truths.append(Truth(state.held, computed))
             frame = state if number % KEY_FRAME_STEPS == 0 else None
@@ -162,6 +168,51 @@ def test_tokens_and_waste_in_any_order(written: Written) -> None:
         check(history, number, written.truths[number])
 
 
+def test_key_frames_that_do_not_tell_tokens() -> None:
+    """As in older ledgers: the beginning of each request is looked for."""
+    told, found = record("paged", True, 300), record("paged", True, 300, frames_tell_tokens=False)
+    assert told.truths == found.truths
+    assert told.chunks != found.chunks
+    history = PoolHistory(found.reader, BLOCK_SIZE)
+    for number in random.Random(2).sample(range(NUM_STEPS), 60):
+        check(history, number, found.truths[number])
+
+
+def test_no_step_reads_beyond_its_key_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests that run through the whole ledger, in chunks of 16 steps: each is decoded at most once, in any order."""
+    ledger, lab, chunks = StepLedger(), Lab(num_blocks=1000, block_size=BLOCK_SIZE, max_model_len=900), []
+    lab.manager.log_events(True)
+    for _ in range(3):
+        lab.add_samples(str(len(lab.scheduler.requests)), [1, 2, 3], 1, [880])
+    truths = []
+    for number in range(3 * KEY_FRAME_STEPS):
+        scheduled = lab.scheduler.schedule()
+        frame = lab.manager.state(lab.scheduler.requests) if number % KEY_FRAME_STEPS == 0 else None
+        rows = scheduled.num_scheduled_tokens
+        full = ledger.append(number, rows, rows.values(), scheduled.kinds.values(), lab.manager.take_events(), frame)
+        chunks += [full, ledger.flush() if number % 16 == 15 else None]
+        truths.append({key: request.num_computed_tokens for key, request in lab.scheduler.requests.items()})
+        lab.scheduler.update_from_output(scheduled, ModelRunnerOutput({key: [1] for key in rows}))
+    assert len(truths[-1]) == 3
+    stored = [(chunk.encode(), chunk.first_step, chunk.last_step) for chunk in chunks if chunk]
+    assert len(stored) == 48
+    decoded: list[range] = []
+
+    def counted(data: bytes) -> LedgerSegment:
+        segment = read_chunk(data)
+        decoded.append(range(segment.steps[0].step, segment.steps[-1].step + 1))
+        return segment
+
+    monkeypatch.setattr(ledger_reader, "read_chunk", counted)
+    for number in range(0, len(truths), 7):
+        decoded.clear()
+        moment = PoolHistory(LedgerReader(stored), BLOCK_SIZE).at(number)
+        assert moment is not None
+        assert moment.num_tokens == truths[number]
+        begin = number // KEY_FRAME_STEPS * KEY_FRAME_STEPS
+        assert sorted(step for steps in decoded for step in steps) == list(range(begin, number // 16 * 16 + 16))
+
+
 def test_a_ledger_that_grows(written: Written) -> None:
     history = PoolHistory(LedgerReader(written.chunks[:1]), BLOCK_SIZE)
     for chunk in written.chunks[1:]:
@@ -185,7 +236,7 @@ def test_what_layouts_do_to_blocks() -> None:
 def test_a_request_that_began_before_the_ledger_counts_as_full() -> None:
     ledger = StepLedger()
     ledger.append(0, ["old"], [1], ["decode"], (), PoolState({"old": [[3, 4]]}, []))
-    ledger.append(1, ["old"], [1], ["decode"], ())
+    ledger.append(1, ["old"], [1], ["decode"], [BlockEvent("allocate", "old", 0, [5])])
     encode, first, last = ledger.flush()  # type: ignore[misc]
     for numbers in ([1], [0, 1]):
         history = PoolHistory(LedgerReader([(encode(), first, last)]), BLOCK_SIZE)
