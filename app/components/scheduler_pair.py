@@ -9,6 +9,7 @@ import streamlit as st
 from app import formatting
 from app.components import figures, notes
 from app.components.scheduler_source import Source
+from backend.analysis.batching import compare_batching
 from backend.analysis.same_requests import request_differences
 from backend.experiments.compare import flatten, metric_value
 
@@ -41,7 +42,8 @@ def sentences(first: Source, second: Source) -> list[str]:
     else:
         said.append("Their throughput can be compared once both have finished.")
     said.append(_settings_sentence(first, second))
-    return said
+    closed_form = _closed_form_sentence(first, second)
+    return said if closed_form is None else [*said, closed_form]
 
 
 def warning(first: Source, second: Source) -> str | None:
@@ -102,6 +104,24 @@ def _idle_sentence(source: Source) -> str:
         f"{source.run.title}: {formatting.percent(use.idle_share)} of the slot-steps were idle, "
         f"{formatting.percent(use.idle_while_waiting_share)} while requests waited "
         f"({formatting.count(use.num_steps)} steps of {formatting.quantity(use.num_slots, 'slots')})."
+    )
+
+
+def _closed_form_sentence(first: Source, second: Source) -> str | None:
+    """Of a static and a continuous run over the same slots: what the lengths alone let expect."""
+    batchings = {flatten(source.run.resolved_config or {}).get("scheduler.batching") for source in (first, second)}
+    if batchings != {"static", "continuous"} or first.slot_use.num_slots != second.slot_use.num_slots:
+        return None
+    ended = sorted((row for row in first.records.values() if not row["warmup"]), key=lambda row: row["index"])
+    lengths = [row["num_output_tokens"] for row in ended if row["num_output_tokens"]]
+    if not lengths:
+        return None
+    expected = compare_batching(lengths, first.slot_use.num_slots)
+    return (
+        f"By the answers' lengths alone, all {formatting.count(len(lengths))} waiting at the start and prompts free: "
+        f"{formatting.percent(expected.continuous.idle_slot_share)} idle continuous, "
+        f"{formatting.percent(expected.static.idle_slot_share)} static, "
+        f"×{expected.throughput_ratio:.2f} the output per step."
     )
 
 

@@ -149,6 +149,9 @@ def test_two_runs_on_one_axis(services: FakeServices) -> None:
     ratio = (tokens[1] / lasted[1]) / (tokens[0] / lasted[0])
     assert f"#{continuous} has ×{ratio:.2f} the output throughput of #{static}" in text
     assert "They differ in scheduler.batching (static | continuous)." in text
+    idle = [100 * schedule.idle_slot_share for schedule in (expected.continuous, expected.static)]
+    assert f"prompts free: {idle[0]:.1f} % idle continuous, {idle[1]:.1f} % static" in text
+    assert f"×{expected.static.num_steps / expected.continuous.num_steps:.2f} the output per step" in text
     assert not app.warning, "they were asked the same"
     assert app.query_params == {"run": str(static), "beside": str(continuous)}
     assert not app.get("segmented_control"), "their steps have different numbers"
