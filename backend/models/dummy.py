@@ -5,6 +5,7 @@ Importing this takes no torch, so that models can be listed at once.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from backend.models.model_config import DecoderConfig, Llama3Scaling
@@ -13,6 +14,27 @@ if TYPE_CHECKING:
     from torch import nn
 
 _STD = 0.02
+
+# For tests and first tries: three query heads per KV head, and heads that do not add up to the hidden size.
+_TINY = DecoderConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=160,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    max_position_embeddings=1024,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    mlp_bias=False,
+    eos_token_ids=frozenset(),
+    checkpoint_dtype="generated",
+)
 
 DUMMY_SHAPES: dict[str, DecoderConfig] = {
     "llama-3.1-8b": DecoderConfig(
@@ -55,48 +77,10 @@ DUMMY_SHAPES: dict[str, DecoderConfig] = {
         eos_token_ids=frozenset(),
         checkpoint_dtype="generated",
     ),
-    # For tests and first tries: three query heads per KV head, and heads that do not add up to the hidden size.
-    "tiny": DecoderConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=160,
-        num_layers=3,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        attention_bias=False,
-        mlp_bias=False,
-        eos_token_ids=frozenset(),
-        checkpoint_dtype="generated",
-    ),
+    "tiny": _TINY,
     # Its last two layers see 32 tokens, the first two all: two KV groups, of which one never grows beyond its window.
-    "tiny-windows": DecoderConfig(
-        architecture="Qwen2ForCausalLM",
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=160,
-        num_layers=4,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        attention_bias=False,
-        mlp_bias=False,
-        eos_token_ids=frozenset(),
-        checkpoint_dtype="generated",
-        qkv_bias=True,
-        sliding_window=32,
-        sliding_layers=(2, 3),
+    "tiny-windows": replace(
+        _TINY, architecture="Qwen2ForCausalLM", num_layers=4, qkv_bias=True, sliding_window=32, sliding_layers=(2, 3)
     ),
 }
 
