@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -485,7 +486,8 @@ def test_a_broken_sink_hurts_neither_the_run_nor_the_others(
         end = queue.wait(1, timeout=10)
     assert end is not None
     assert end.status == "finished"
-    assert [name for name, _ in broken.calls] == [name for name, _ in sound.calls]
+    # Steps, samples and requests come from threads of their own: each sink gets all of them, in whatever order.
+    assert Counter(name for name, _ in broken.calls) == Counter(name for name, _ in sound.calls)
     assert len(caplog.records) == 7
 
 
