@@ -7,9 +7,9 @@ config as asked and as resolved. Only values that exist are allowed: others are 
 from __future__ import annotations
 
 import os
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Self, get_args, get_origin
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from backend.settings import Settings
@@ -106,11 +106,45 @@ class SchedulerSettings(_Section):
 
 
 class QuantizationSettings(_Section):
-    method: None = None
-    bits: None = None
-    group_size: None = None
-    symmetric: None = None
-    skip: None = None
+    """Of a checkpoint in 16 or 32 bits, as it is loaded; a quantized checkpoint says itself how it is stored."""
+
+    method: Literal["int8", "int4"] | None = Field(
+        None,
+        description="Layers' weights in fewer bits. int8: a scale per output channel. int4: of 2 to 8 bits, a scale per group, "
+        "rounded to nearest.",
+    )
+    bits: int | None = Field(None, ge=2, le=8, description="Of a weight, for int4; 4 by default.")
+    group_size: int | None = Field(
+        None,
+        ge=-1,
+        le=2**20,
+        description="Inputs that share a scale, for int4: a multiple of 32 that divides every layer's inputs, or -1 for all "
+        "of an output channel. By default 128, or 64 where that does not divide them.",
+    )
+    zero_point: Literal["none", "integer", "float"] | None = Field(
+        None,
+        description="For int4. none: codes lie around 0. integer: around a code of their group. float: above a minimum of "
+        "their group, the default.",
+    )
+    skip: tuple[str, ...] = Field(
+        (), strict=False, description="Patterns of layers to leave as they are, as in model.layers.0.* or *.down_proj."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forget_what_is_no_more(cls, data: Any) -> Any:
+        """Runs stored before there was a method carry a null `symmetric` and a null `skip`."""
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if not (key in ("symmetric", "skip") and value is None)}
+
+    @model_validator(mode="after")
+    def _options_have_their_method(self) -> Self:
+        for name in ("bits", "group_size", "zero_point"):
+            value = getattr(self, name)
+            if value is not None and self.method != "int4":
+                raise ValueError(f"{name} = {value!r} belongs to method = 'int4'")
+        return self
 
 
 class SpeculativeSettings(_Section):

@@ -48,8 +48,8 @@ CASES: list[tuple[type[Settings], str, Any, str]] = [
     (
         EngineConfig,
         "quantization.method",
-        "int8",
-        "quantization.method = 'int8' is not supported; allowed: leave it out",
+        "int3",
+        "quantization.method = 'int3' is not supported; allowed: 'int8' or 'int4'",
     ),
     (EngineConfig, "speculative.method", "ngram", "speculative.method = 'ngram' is not supported"),
     (EngineConfig, "target.kind", "http", "target.kind = 'http' is not supported; allowed: 'in_process'"),

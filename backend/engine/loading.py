@@ -73,6 +73,7 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
         loaded = runner.load_model(
             source, lambda done, total: on_phase(Phase("loading", done / 2**20, total / 2**20, "MiB"))
         )
+        resolved = resolved.with_overrides({"quantization": loaded.quantization.to_dict()})
         num_blocks = runner.determine_num_blocks()
         resolved, notices = _fit_to_pool(config, resolved, num_blocks, runner.kv_groups)
         resolved, layout_notices = resolve_layout(resolved)
@@ -102,6 +103,8 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
             "total_seconds": time.perf_counter() - started,
             "weights_seconds": loaded.load_seconds,
             "weights_bytes": loaded.weights_bytes,
+            "num_quantized_layers": loaded.num_quantized_layers,
+            "unquantized_layers": list(loaded.unquantized_layers),
             "kv_cache_bytes": memory.kv_cache_bytes,
             "kv_bytes_per_token": _bytes_per_token(runner.kv_groups[0], decoder_config.num_layers),
             "num_blocks": num_blocks,
@@ -148,6 +151,11 @@ def _check(config: EngineConfig, source: ModelSource, decoder_config: DecoderCon
     if config.model.revision is not None:
         raise ConfigError(
             f"model.revision = {config.model.revision!r}: {source.name} is a local model and has no revisions"
+        )
+    if config.quantization.method is not None and config.kernels.batch_invariant:
+        raise ConfigError(
+            f"quantization.method = {config.quantization.method!r} and kernels.batch_invariant = True do not go together: "
+            "the products of quantized weights sum in an order that depends on the batch"
         )
     if problem := KV_FORMATS[config.cache.dtype].problem(decoder_config.head_dim):
         raise ConfigError(f"cache.dtype = {config.cache.dtype!r}: {problem}; allowed are 'auto', 'fp8_e4m3', 'int8'")

@@ -22,13 +22,21 @@ from backend.models.model_config import DecoderConfig
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, *, ops: LayerOps, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        ops: LayerOps,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear_device: torch.device,
+    ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.attention_norm = RMSNorm(size, eps, ops=ops, dtype=dtype, device=device)
-        self.attention = Attention(config, ops=ops, dtype=dtype, device=device)
+        self.attention = Attention(config, ops=ops, dtype=dtype, device=linear_device)
         self.mlp_norm = RMSNorm(size, eps, ops=ops, dtype=dtype, device=device)
-        self.mlp = DenseMLP(config, ops=ops, dtype=dtype, device=device)
+        self.mlp = DenseMLP(config, ops=ops, dtype=dtype, device=linear_device)
 
     def forward(
         self,
@@ -49,14 +57,24 @@ class Decoder(nn.Module):
     """Embedding, layers, final norm and output head. Parameters are uninitialised until loaded; then call `prepare`."""
 
     def __init__(
-        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, ops: LayerOps = REFERENCE_OPS
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: LayerOps = REFERENCE_OPS,
+        linear_device: torch.device | None = None,
     ) -> None:
+        """Args:
+        linear_device: of the linear layers; on "meta" they take no memory, and are to be replaced one by one.
+        """
         super().__init__()
         self.config = config
         embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, ops=ops, dtype=dtype, device=device) for _ in range(config.num_layers)
+            DecoderLayer(config, ops=ops, dtype=dtype, device=device, linear_device=linear_device or device)
+            for _ in range(config.num_layers)
         )
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops=ops, dtype=dtype, device=device)
         self.head = Linear(

@@ -5,6 +5,7 @@ Importing this takes no torch, so that models can be listed at once.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -85,18 +86,19 @@ DUMMY_SHAPES: dict[str, DecoderConfig] = {
 }
 
 
-def fill_with_random_weights(model: nn.Module, seed: int = 0) -> None:
+def fill_with_random_weights(module: nn.Module, seed: int = 0, prefix: str = "") -> None:
     """Draw every parameter from normal(0, 0.02), norm weights (the vectors) from normal(1, 0.02), where it lies.
 
-    Equal seeds give equal weights on one kind of device. Every layer has its own: zero or shared weights would make
-    caches, compression and numerics look better than they are.
+    Equal seeds and names give equal weights on one kind of device. Every layer has its own: zero or shared weights would
+    make caches, compression and numerics look better than they are. What is on no device yet is left alone.
+
+    Args:
+        prefix: of the parameters' names, for a part of a model.
     """
     import torch
 
-    generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.device not in generators:
-                generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
-            mean = 1.0 if name.endswith("norm.weight") else 0.0
-            parameter.normal_(mean, _STD, generator=generators[parameter.device])
+        for name, parameter in module.named_parameters(prefix):
+            if not parameter.is_meta:
+                generator = torch.Generator(parameter.device).manual_seed(seed + zlib.crc32(name.encode()))
+                parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, _STD, generator=generator)

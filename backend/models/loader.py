@@ -10,22 +10,33 @@ from pathlib import Path
 import psutil
 import torch
 
+from backend.config import QuantizationSettings
 from backend.errors import CapacityError, ModelError
+from backend.layers.quantized_linear import QuantizedLinear
 from backend.models.checkpoint import Checkpoint
 from backend.models.decoder import Decoder
 from backend.models.dummy import DUMMY_SHAPES, fill_with_random_weights
+from backend.models.layer_quantizer import LayerQuantizer
 from backend.models.model_config import DecoderConfig, load_decoder_config
 from backend.models.sources import ModelSource
-from backend.models.weight_slots import EMBEDDING, HEAD, REDUNDANT_SUFFIX, weight_slots
+from backend.models.weight_slots import EMBEDDING, HEAD, REDUNDANT_SUFFIX, linear_slots, weight_slots
 
 ProgressCallback = Callable[[float, float], None]  # bytes done, bytes in all
 
+NOT_QUANTIZED = QuantizationSettings()
 _MAX_NAMES_IN_MESSAGE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder ready to run, and how it was loaded. `weights_bytes` counts shared parameters once."""
+    """A decoder ready to run, and how it was loaded.
+
+    Attributes:
+        weights_bytes: of all weights as they lie on the device; shared parameters count once.
+        quantization: with defaults filled in.
+        num_quantized_layers: linear layers whose weights are packed.
+        unquantized_layers: those that `quantization.skip` left as they are, by their names in the decoder.
+    """
 
     model: Decoder
     config: DecoderConfig
@@ -33,16 +44,25 @@ class LoadedModel:
     weights_bytes: int
     load_seconds: float
     notices: tuple[str, ...]
+    quantization: QuantizationSettings
+    num_quantized_layers: int
+    unquantized_layers: tuple[str, ...]
 
 
 def load_model(
-    source: ModelSource, *, device: torch.device, dtype: torch.dtype, on_progress: ProgressCallback | None = None
+    source: ModelSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: QuantizationSettings = NOT_QUANTIZED,
+    on_progress: ProgressCallback | None = None,
 ) -> LoadedModel:
-    """Build the decoder of `source` with its weights in `dtype` on `device`.
+    """Build the decoder of `source` with its weights in `dtype`, or quantized, on `device`.
 
     Args:
         on_progress: called with the bytes copied so far and the bytes to copy.
     Raises:
+        ConfigError: the quantization does not fit the model.
         ModelError: a file is missing, truncated or foreign, or the files disagree.
         CapacityError: the device has too little free memory for the weights.
     """
@@ -50,13 +70,17 @@ def load_model(
     report = on_progress or (lambda done, total: None)
     if source.kind == "dummy":
         assert source.shape is not None
-        model, notices = _build(DUMMY_SHAPES[source.shape], dtype, device), []
+        config = DUMMY_SHAPES[source.shape]
+        quantizer = LayerQuantizer(config, quantization, dtype) if quantization.method else None
+        model, notices = _build(config, dtype, device, quantizer), []
         fill_with_random_weights(model)
+        for path, dense, _ in quantizer.dense_layers(model, device) if quantizer else ():
+            fill_with_random_weights(dense, prefix=path)
     else:
         assert source.path is not None
-        model, notices = _load_checkpoint(source.path, dtype, device, report)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        model, quantizer, notices = _load_checkpoint(source.path, dtype, device, quantization, report)
+    packed = [module.packed.nbytes for module in model.modules() if isinstance(module, QuantizedLinear)]
+    weights_bytes = sum(parameter.nbytes for parameter in model.parameters()) + sum(packed)
     model.prepare()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -64,23 +88,32 @@ def load_model(
     return LoadedModel(
         model=model.eval(),
         config=model.config,
-        num_parameters=num_parameters,
+        num_parameters=model.config.count_parameters(),
         weights_bytes=weights_bytes,
         load_seconds=time.perf_counter() - start,
-        notices=tuple(notices),
+        notices=(*notices, *(quantizer.notices if quantizer else ())),
+        quantization=quantizer.settings if quantizer else quantization,
+        num_quantized_layers=len(packed),
+        unquantized_layers=quantizer.skipped if quantizer else (),
     )
 
 
-def _build(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder with uninitialised parameters, after checking that they fit: a CPU would swap or be killed instead."""
-    needed = config.count_parameters() * dtype.itemsize
+def _build(
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device, quantizer: LayerQuantizer | None
+) -> Decoder:
+    """A decoder with uninitialised parameters, after checking that they fit: a CPU would swap or be killed instead.
+
+    Linear layers that are to be quantized take no memory yet.
+    """
+    needed = quantizer.count_bytes(config) if quantizer else config.count_parameters() * dtype.itemsize
     free = _free_bytes(device)
     if needed > free:
+        kept = f"{quantizer.settings.method} and {_name(dtype)}" if quantizer else _name(dtype)
         raise CapacityError(
-            f"the weights need {needed / 2**30:.1f} GiB in {_name(dtype)}, and {device.type} memory has "
+            f"the weights need {needed / 2**30:.1f} GiB in {kept}, and {device.type} memory has "
             f"{free / 2**30:.1f} GiB free; choose a smaller model or dtype"
         )
-    return Decoder(config, dtype=dtype, device=device)
+    return Decoder(config, dtype=dtype, device=device, linear_device=torch.device("meta") if quantizer else None)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -91,34 +124,47 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _load_checkpoint(
-    folder: Path, dtype: torch.dtype, device: torch.device, report: ProgressCallback
-) -> tuple[Decoder, list[str]]:
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: QuantizationSettings,
+    report: ProgressCallback,
+) -> tuple[Decoder, LayerQuantizer | None, list[str]]:
     config = load_decoder_config(folder)
     with Checkpoint(folder) as checkpoint:
         config, notices = _resolve_tie(config, checkpoint)
-        model = _build(config, dtype, device)
+        quantizer = LayerQuantizer(config, quantization, dtype) if quantization.method else None
+        model = _build(config, dtype, device, quantizer)
         slots = weight_slots(model)
-        if missing := [name for name in slots if name not in checkpoint]:
-            hint = " (tie_word_embeddings is not true in config.json)" if HEAD in missing else ""
-            raise ModelError(f"{folder}: the checkpoint lacks {_listed(missing)}{hint}")
-        for name, slot in slots.items():
-            if checkpoint.shape(name) != tuple(slot.shape):
-                raise ModelError(
-                    f"{checkpoint.path(name)}: {name} has shape {list(checkpoint.shape(name))}, "
-                    f"and config.json asks for {list(slot.shape)}"
-                )
+        _check_names(folder, checkpoint, slots)
         stored = {checkpoint.dtype(name) for name in slots}
         if dtype == torch.float16 and "bfloat16" in stored:
             notices.append(
                 "the checkpoint is bfloat16: in float16 values above 65,504 overflow and the output turns "
                 "non-finite; bfloat16 and float32 are safe"
             )
-        _copy_weights(checkpoint, slots, report)
+        copy = _WeightCopy(checkpoint, slots, report)
+        copy({name: slot for name, slot in slots.items() if not slot.is_meta})
+        for _, dense, projections in quantizer.dense_layers(model, device) if quantizer else ():
+            copy(linear_slots(dense, projections))
         known = {*slots, *([HEAD] if config.tie_word_embeddings else [])}
         unused = [name for name in checkpoint.names if name not in known and not name.endswith(REDUNDANT_SUFFIX)]
     if unused:
         notices.append(f"the model does not use these tensors of the checkpoint: {_listed(unused)}")
-    return model, notices
+    return model, quantizer, notices
+
+
+def _check_names(folder: Path, checkpoint: Checkpoint, slots: dict[str, torch.Tensor]) -> None:
+    """Raise `ModelError` unless the checkpoint holds what the model needs, in its shapes."""
+    if missing := [name for name in slots if name not in checkpoint]:
+        hint = " (tie_word_embeddings is not true in config.json)" if HEAD in missing else ""
+        raise ModelError(f"{folder}: the checkpoint lacks {_listed(missing)}{hint}")
+    for name, slot in slots.items():
+        if checkpoint.shape(name) != tuple(slot.shape):
+            raise ModelError(
+                f"{checkpoint.path(name)}: {name} has shape {list(checkpoint.shape(name))}, "
+                f"and config.json asks for {list(slot.shape)}"
+            )
 
 
 def _resolve_tie(config: DecoderConfig, checkpoint: Checkpoint) -> tuple[DecoderConfig, list[str]]:
@@ -134,19 +180,25 @@ def _resolve_tie(config: DecoderConfig, checkpoint: Checkpoint) -> tuple[Decoder
     return replace(config, tie_word_embeddings=False), [notice]
 
 
-def _copy_weights(checkpoint: Checkpoint, slots: dict[str, torch.Tensor], report: ProgressCallback) -> None:
-    """Copy each tensor from its mapped file into its slot on the device, converting on the way."""
-    total = sum(slot.nbytes for slot in slots.values())
-    done = 0
-    for name, slot in slots.items():
-        slot.copy_(checkpoint.tensor(name))
-        if slot.dtype == torch.float16 and not slot.isfinite().all():
-            raise ModelError(
-                f"{checkpoint.path(name)}: {name} has values that float16 cannot hold (above 65,504); "
-                "allowed for this model: bfloat16, float32"
-            )
-        done += slot.nbytes
-        report(done, total)
+class _WeightCopy:
+    """Copies tensors from their mapped files into slots on the device, converting on the way, and says how far it is."""
+
+    def __init__(self, checkpoint: Checkpoint, slots: dict[str, torch.Tensor], report: ProgressCallback) -> None:
+        self._checkpoint = checkpoint
+        self._report = report
+        self._sizes = {name: slot.nbytes for name, slot in slots.items()}
+        self._done, self._total = 0, sum(self._sizes.values())
+
+    def __call__(self, slots: dict[str, torch.Tensor]) -> None:
+        for name, slot in slots.items():
+            slot.copy_(self._checkpoint.tensor(name))
+            if slot.dtype == torch.float16 and not slot.isfinite().all():
+                raise ModelError(
+                    f"{self._checkpoint.path(name)}: {name} has values that float16 cannot hold (above 65,504); "
+                    "allowed for this model: bfloat16, float32"
+                )
+            self._done += self._sizes[name]
+            self._report(self._done, self._total)
 
 
 def _listed(names: list[str]) -> str:

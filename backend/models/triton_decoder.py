@@ -8,17 +8,17 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
 from backend.layers.linear import Linear
+from backend.layers.quantized_linear import QuantizedLinear
 from backend.models.decoder import Decoder, DecoderLayer
 from kernels.ops.embed_tokens import embed_tokens
 from kernels.ops.norm_gated_linear import norm_gated_linear
 from kernels.ops.norm_linear import norm_linear
 from kernels.ops.norm_qkv_rotary_store import norm_qkv_rotary_store
-from kernels.ops.projection import Tiles, is_small
+from kernels.ops.projection import SMALL_WEIGHT_BYTES, Tiles, is_small
 from kernels.ops.rms_norm import rms_norm
 from kernels.ops.rotary_and_store import rotary_and_store
 from kernels.ops.silu_and_mul import silu_and_mul
@@ -59,9 +59,14 @@ class TritonDecoder:
 
     @property
     def launch_bound(self) -> bool:
-        return all(is_small(_parameters(linear)[0]) for linear in self._linears())
+        return all(
+            linear.packed.nbytes <= SMALL_WEIGHT_BYTES
+            if isinstance(linear, QuantizedLinear)
+            else is_small(_parameters(linear)[0])
+            for linear in self._linears()
+        )
 
-    def _linears(self) -> tuple[Linear, ...]:
+    def _linears(self) -> tuple[Linear | QuantizedLinear, ...]:
         """Those of a layer, which are alike in all."""
         layer = self._layers[0]
         return layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down
@@ -128,16 +133,17 @@ class TritonDecoder:
         module, norm = layer.attention, layer.attention_norm
         cache = (self._model.cos_sin_cache, layer_cache.key_cache, layer_cache.value_cache, metadata.slot_mapping)
         hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
-        weight, bias = _parameters(module.qkv)
         if plan.qkv is not None and layer_cache.key_scales is None:
+            weight, bias = _parameters(module.qkv)
             query = norm_qkv_rotary_store(
                 hidden, weight, metadata.positions, *cache, square_sums, norm.eps, bias, tiles=plan.qkv
             )
         else:
             # A quantized vector takes a scale over all of its head, which the fused kernel has in several programs.
             if plan.qkv is None:
-                qkv = F.linear(hidden, weight, bias)
+                qkv = module.qkv(hidden)
             else:
+                weight, bias = _parameters(module.qkv)
                 qkv = norm_linear(hidden, weight, square_sums, norm.eps, bias, tiles=plan.qkv)[0]
             scales = (layer_cache.key_scales, layer_cache.value_scales)
             query = rotary_and_store(qkv, metadata.positions, *cache, module.head_counts[0], *scales)
@@ -148,10 +154,10 @@ class TritonDecoder:
         )
 
         hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
-        weight, bias = _parameters(layer.mlp.gate_up)
         if plan.gate_up is None:
-            gated = silu_and_mul(F.linear(hidden, weight, bias))
+            gated = silu_and_mul(layer.mlp.gate_up(hidden))
         else:
+            weight, bias = _parameters(layer.mlp.gate_up)
             gated = norm_gated_linear(hidden, weight, square_sums, norm.eps, bias, tiles=plan.gate_up)
         return _add_product(residual, gated, layer.mlp.down, plan.down, next_norm_weight)
 
@@ -165,7 +171,9 @@ class TritonDecoder:
         if self._batch_invariant:
             return _Plan(*[INVARIANT_TILES] * 5, defers_norm=False)
 
-        def tiles(op: LinearOp, linear: Linear) -> Tiles | None:
+        def tiles(op: LinearOp, linear: Linear | QuantizedLinear) -> Tiles | None:
+            if isinstance(linear, QuantizedLinear):
+                return None
             return self._table.choose(Shape(op, linear.out_features, linear.in_features), num_tokens)
 
         qkv, output, gate_up, down = self._linears()
@@ -180,15 +188,23 @@ class TritonDecoder:
         return _Plan(*plan, tiles("norm_linear", self._model.head), defers_norm)
 
 
-def _parameters(linear: Linear) -> tuple[Tensor, Tensor | None]:
+def _parameters(linear: Linear | QuantizedLinear) -> tuple[Tensor, Tensor | None]:
+    assert isinstance(linear, Linear)  # only such have tiles
     assert linear.weight is not None  # laid out as loaded on CUDA
     return linear.weight, linear.bias
 
 
 def _add_product(
-    residual: Tensor, x: Tensor, linear: Linear, tiles: Tiles | None, next_norm_weight: Tensor | None
+    residual: Tensor,
+    x: Tensor,
+    linear: Linear | QuantizedLinear,
+    tiles: Tiles | None,
+    next_norm_weight: Tensor | None,
 ) -> DeferredNorm | None:
-    """`residual += x W^T + b`, rounded once, and the begin of the norm that follows, if that is wanted."""
+    """`residual += x W^T + b`, and the begin of the norm that follows, if that is wanted."""
+    if isinstance(linear, QuantizedLinear):
+        residual += linear(x)
+        return None
     weight, bias = _parameters(linear)
     if tiles is not None:
         return norm_linear(

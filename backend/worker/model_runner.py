@@ -79,7 +79,13 @@ class ModelRunner:
     def load_model(self, source: ModelSource, on_progress: Callable[[float, float], None] | None = None) -> LoadedModel:
         """Read the weights onto the device; `on_progress` gets bytes done and in all."""
         try:
-            self._loaded = load_model(source, device=self._device, dtype=self._dtype, on_progress=on_progress)
+            self._loaded = load_model(
+                source,
+                device=self._device,
+                dtype=self._dtype,
+                quantization=self._config.quantization,
+                on_progress=on_progress,
+            )
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"{source.name} does not fit the GPU in {self._config.model.dtype}: choose a smaller model or free the card"

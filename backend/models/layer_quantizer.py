@@ -1,0 +1,89 @@
+"""`LayerQuantizer`: puts quantized linear layers into a decoder while it is loaded, one after the other.
+
+Only one layer is ever held in full, so that a model loads where its weights in 16 bits would not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from backend.config import QuantizationSettings
+from backend.layers.linear import Linear
+from backend.layers.quantized_linear import QuantizedLinear
+from backend.models.decoder import Decoder
+from backend.models.model_config import DecoderConfig
+from backend.models.weight_slots import MergedLinear, layer_linears
+from backend.quantization.base import check_finite
+from backend.quantization.methods import choose_layers, make_method, resolve_settings
+
+
+class LayerQuantizer:
+    """For one load. `settings` are resolved; `quantized` and `skipped` name modules; `notices` are for the user."""
+
+    def __init__(self, config: DecoderConfig, settings: QuantizationSettings, dtype: torch.dtype) -> None:
+        """Raise `ConfigError` for settings that do not fit the model.
+
+        Args:
+            dtype: of the layers that stay as they are, and of biases.
+        """
+        self._linears = {
+            f"layers.{index}.{module}": MergedLinear(
+                merged.in_features, {f"model.layers.{index}.{name}": rows for name, rows in merged.projections.items()}
+            )
+            for index in range(config.num_layers)
+            for module, merged in layer_linears(config).items()
+        }
+        chosen = choose_layers(
+            {path: tuple(merged.projections) for path, merged in self._linears.items()}, settings.skip
+        )
+        self.quantized, self.skipped, self.notices = chosen.quantized, chosen.skipped, chosen.notices
+        self.settings = resolve_settings(
+            settings,
+            {
+                name: self._linears[path].in_features
+                for path in self.quantized
+                for name in self._linears[path].projections
+            },
+        )
+        method = make_method(self.settings)
+        assert method is not None
+        self._method = method
+        self._dtype = dtype
+
+    def count_bytes(self, config: DecoderConfig) -> int:
+        """What the decoder's parameters take, scales aside, and the largest layer in full beside them."""
+        sizes = {path: merged.in_features * sum(merged.projections.values()) for path, merged in self._linears.items()}
+        others = config.count_parameters() - sum(sizes[path] for path in self.quantized)
+        largest = max(sizes[path] for path in self.quantized)
+        packed = sum(sizes[path] for path in self.quantized) * self._method.bits // 8
+        return others * self._dtype.itemsize + packed + largest * 4
+
+    def dense_layers(self, model: Decoder, device: torch.device) -> Iterator[tuple[str, Linear, dict[str, int]]]:
+        """Each linear layer in full, to be filled by the caller and then put into the model, packed or as it is.
+
+        Gives its name in the model, the layer, and its projections as `linear_slots` takes them. Raises `ModelError` for
+        weights that are not finite.
+        """
+        for path, (_, projections) in self._linears.items():
+            place = model.get_submodule(path)
+            assert isinstance(place, Linear)
+            is_quantized = path in self.quantized
+            dense = Linear(
+                place.in_features,
+                place.out_features,
+                bias=place.bias is not None,
+                dtype=torch.float32 if is_quantized else self._dtype,
+                device=device,
+            )
+            yield path, dense, projections
+            model.set_submodule(path, self._pack(dense, projections) if is_quantized else dense)
+
+    def _pack(self, dense: Linear, projections: dict[str, int]) -> QuantizedLinear:
+        assert dense.weight is not None
+        for name, rows in zip(projections, dense.weight.split(list(projections.values())), strict=True):
+            check_finite(f"{name}.weight", rows)
+        bias = None if dense.bias is None else nn.Parameter(dense.bias.to(self._dtype), requires_grad=False)
+        return QuantizedLinear(self._method.quantize(dense.weight.data), bias)

@@ -1,0 +1,69 @@
+"""The seams of quantization: `QuantMethod` makes a `PackedWeight` of a matrix, and a layer computes with that alone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol, Self
+
+from torch import Tensor
+
+from backend.errors import ModelError
+
+
+class PackedWeight(ABC):
+    """A matrix [out_features, in_features] in fewer bits, as it lies on its device.
+
+    Rows are outputs: what is stored of a row says all of it, so that projections side by side are cut and joined by rows.
+    """
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is stored, by name."""
+
+    @abstractmethod
+    def to(self, device: str) -> Self: ...
+
+    @abstractmethod
+    def dequantize(self) -> Tensor:
+        """float32 [out_features, in_features]: the matrix that `linear` multiplies by, but for the rounding of activations."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`y = x W^T + b`: float [num_tokens, in_features] -> [num_tokens, out_features], same dtype."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Scales and zero points included."""
+        return self.nbytes * 8 / (self.shape[0] * self.shape[1])
+
+
+class QuantMethod(Protocol):
+    """How weights are chosen. `name` is that of `quantization.method`; `bits` a weight takes, scales aside."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def bits(self) -> int: ...
+
+    def quantize(self, weight: Tensor) -> PackedWeight:
+        """Args:
+        weight: float [out_features, in_features], finite.
+        """
+        ...
+
+
+def check_finite(name: str, weight: Tensor) -> None:
+    """Raise `ModelError` naming a tensor with values that no scale can hold."""
+    if not weight.isfinite().all():
+        bad = int((~weight.isfinite()).sum())
+        raise ModelError(f"{name} has {bad:,} values that are infinite or NaN: it cannot be quantized")

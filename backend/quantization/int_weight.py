@@ -1,0 +1,130 @@
+"""`IntWeight`: integer codes with a scale per group of inputs, and how a group's codes are chosen by rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from backend.quantization.base import PackedWeight
+from backend.quantization.group_size import CHANNEL
+from kernels.reference.int_linear import dequantize_int, int_linear
+from kernels.reference.int_words import pack_words
+
+# none: codes lie around the middle of their range. integer: around a code per group. float: above a number per group.
+ZeroPoint = Literal["none", "integer", "float"]
+ZERO_POINTS: tuple[ZeroPoint, ...] = ("none", "integer", "float")
+
+
+@dataclass(frozen=True, slots=True)
+class IntWeight(PackedWeight):
+    """`w = (q - z) * s` or `w = q * s + m`; tensors as `kernels.reference.int_linear` describes them."""
+
+    bits: int
+    in_features: int
+    words: Tensor
+    scales: Tensor
+    zero_points: Tensor | None = None
+    minimums: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.words.shape[0], self.in_features
+
+    @property
+    def group_size(self) -> int:
+        return self.in_features // self.scales.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def to(self, device: str) -> Self:
+        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    def dequantize(self) -> Tensor:
+        return dequantize_int(self.words, self.scales, self.zero_points, self.minimums, self.bits, self.in_features)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return int_linear(x, self.words, self.scales, self.zero_points, self.minimums, bias, bits=self.bits)
+
+
+class Grid(NamedTuple):
+    """What a group's codes stand for: `w = (q - zeros) * scales`, or with minimums `w = q * scales + minimums`.
+
+    scales: float [out_features, num_groups]; zeros: uint8 likewise or None; minimums: float likewise or None.
+    """
+
+    scales: Tensor
+    zeros: Tensor | None
+    minimums: Tensor | None
+
+
+def fit_grid(weight: Tensor, bits: int, group_size: int, zero_point: ZeroPoint) -> Grid:
+    """The grid that just holds each group.
+
+    Steps and minimums are float16, and float32 where there is one per channel. Rounding to codes then errs by half a step,
+    and in float16 at the range's end by 2^-11 of that end more. A step that rounds to 0 stays 0: with a minimum such a group
+    is the constant it nearly is, otherwise all zeros.
+
+    Args:
+        weight: float32 [out_features, in_features].
+    """
+    groups = _cut(weight, group_size)
+    low, high = groups.amin(2), groups.amax(2)
+    top = (1 << bits) - 1
+    dtype = torch.float32 if groups.shape[1] == 1 else torch.float16
+    match zero_point:
+        case "none":
+            scales = torch.maximum(-low, high) * (2 / top)
+            return Grid(_saturated(scales, dtype), None, None)
+        case "integer":
+            # The range has to hold 0, which is a code then: it is exact, as padding and pruned weights want it.
+            low, high = low.clamp(max=0), high.clamp(min=0)
+            scales = _saturated((high - low) / top, dtype)
+            zeros = torch.where(scales > 0, -low / scales.float(), 0).round().clamp(0, top)
+            return Grid(scales, zeros.to(torch.uint8), None)
+        case "float":
+            return Grid(_saturated((high - low) / top, dtype), None, _saturated(low, dtype))
+
+
+def round_to_grid(weight: Tensor, grid: Grid, bits: int) -> Tensor:
+    """The nearest codes, uint8 [out_features, in_features] of float32 `weight` likewise."""
+    groups = weight.view(*grid.scales.shape, -1)
+    scales = grid.scales.float()[:, :, None]
+    if grid.minimums is not None:
+        groups = groups - grid.minimums.float()[:, :, None]
+        zero = 0.0
+    else:
+        zero = float(1 << (bits - 1)) if grid.zeros is None else grid.zeros.float()[:, :, None]
+    codes = torch.where(scales > 0, groups / scales, 0).round() + zero
+    return codes.clamp(0, (1 << bits) - 1).to(torch.uint8).flatten(1)
+
+
+def quantize_by_rounding(weight: Tensor, bits: int, group_size: int, zero_point: ZeroPoint) -> IntWeight:
+    """Round-to-nearest: every weight to the nearest code of its group's grid.
+
+    Args:
+        weight: float [out_features, in_features], finite.
+        bits: 2 to 8.
+    """
+    weight = weight.float()
+    grid = fit_grid(weight, bits, group_size, zero_point)
+    return pack(round_to_grid(weight, grid, bits), grid, bits)
+
+
+def pack(codes: Tensor, grid: Grid, bits: int) -> IntWeight:
+    """Codes [out_features, in_features] on their grid, as a layer stores them."""
+    return IntWeight(bits, codes.shape[1], pack_words(codes, bits), grid.scales, grid.zeros, grid.minimums)
+
+
+def _cut(weight: Tensor, group_size: int) -> Tensor:
+    """[out_features, num_groups, group_size]."""
+    return weight.unflatten(1, (-1, weight.shape[1] if group_size == CHANNEL else group_size))
+
+
+def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)
