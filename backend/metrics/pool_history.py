@@ -14,13 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from backend.core.block_events import BlockEvent
-from backend.metrics.block_map import BlockMap
+from backend.metrics.block_map import GIVING, BlockMap, FilledBlockMap, tokens_given
 from backend.metrics.ledger import KEY_FRAME_STEPS
 from backend.metrics.ledger_format import LedgerStep
 from backend.metrics.ledger_reader import LedgerReader
-
-_GIVING = ("allocate", "share", "swap_in")  # kinds of events that add to the blocks of a request
 
 
 class PoolMoment(NamedTuple):
@@ -41,7 +38,8 @@ class PoolHistory:
     def __init__(self, reader: LedgerReader, block_size: int) -> None:
         self._reader = reader
         self._block_size = block_size
-        self._last: PoolMoment | None = None
+        self._blocks: FilledBlockMap | None = None
+        self._step: LedgerStep | None = None  # the last that they have followed
 
     @property
     def steps(self) -> range:
@@ -53,23 +51,22 @@ class PoolHistory:
 
     def at(self, number: int) -> PoolMoment | None:
         """None in a ledger that was written before there were block events. Raises `DatabaseError` as `LedgerReader.step`."""
-        last = self._last
-        if last is not None and last.step.step <= number <= last.step.step + KEY_FRAME_STEPS:
-            for step in self._reader.read(last.step.step + 1, number):
-                _advance(last.blocks, last.num_tokens, step, self._block_size)
-            self._last = last._replace(step=self._reader.step(number))
-        else:
+        blocks, step = self._blocks, self._step
+        if blocks is None or step is None or not step.step <= number <= step.step + KEY_FRAME_STEPS:
             found = self._reader.since_key_frame(number)
             if found is None:
                 return None
-            frame, steps = found
-            blocks, tokens = BlockMap(frame), dict(frame.num_tokens)
-            unknown = {key: len(groups[0]) for key, groups in frame.held.items() if key not in tokens}
-            tokens |= _tokens_held(self._reader, steps[0].step, unknown, self._block_size)
-            for step in steps[1:]:
-                _advance(blocks, tokens, step, self._block_size)
-            self._last = PoolMoment(steps[-1], blocks, tokens)
-        return self._last
+            frame, (step, *steps) = found
+            unknown = {key: len(groups[0]) for key, groups in frame.held.items() if key not in frame.num_tokens}
+            tokens = _tokens_held(self._reader, step.step, unknown, self._block_size)
+            blocks = self._blocks = FilledBlockMap(frame, {**frame.num_tokens, **tokens}, self._block_size)
+        else:
+            steps = self._reader.read(step.step + 1, number)
+        self._step = step
+        for step in steps:
+            blocks.follow(step)
+            self._step = step
+        return PoolMoment(self._step, blocks, blocks.num_tokens)
 
 
 def _tokens_held(reader: LedgerReader, number: int, held: dict[str, int], block_size: int) -> dict[str, int]:
@@ -91,36 +88,12 @@ def _tokens_held(reader: LedgerReader, number: int, held: dict[str, int], block_
                 tokens[entry.request_id] += entry.num_scheduled_tokens
         for event in reversed(step.events):
             request_id = event.request_id
-            if request_id not in unaccounted or event.group or event.kind not in _GIVING:
+            if request_id not in unaccounted or event.group or event.kind not in GIVING:
                 continue  # groups have the same number of blocks, for the same tokens
-            tokens[request_id] += _tokens_found(event, block_size)
+            tokens[request_id] += tokens_given(event, block_size)
             unaccounted[request_id] -= len(event.block_ids)
             if not unaccounted[request_id]:
                 del unaccounted[request_id]
     for request_id in unaccounted:
         del tokens[request_id]
     return tokens
-
-
-def _advance(blocks: BlockMap, tokens: dict[str, int], step: LedgerStep, block_size: int) -> None:
-    for event in step.events:
-        request_id = event.request_id
-        if event.kind in _GIVING:
-            assert request_id is not None
-            if request_id not in blocks.held:
-                tokens[request_id] = 0
-            if not event.group and request_id in tokens:
-                tokens[request_id] += _tokens_found(event, block_size)
-        elif event.kind in ("free", "preempt", "swap_out") and request_id is not None:
-            tokens.pop(request_id, None)
-        blocks.apply([event])
-    for entry in step.entries:
-        if entry.request_id in tokens:
-            tokens[entry.request_id] += entry.num_scheduled_tokens
-
-
-def _tokens_found(event: BlockEvent, block_size: int) -> int:
-    """Tokens that a request has in the blocks that it gets."""
-    if event.kind == "share":
-        return event.num_tokens or len(event.block_ids) * block_size
-    return event.num_tokens

@@ -6,13 +6,14 @@ Moments are numbers of block events of the run, so that what happens within one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
-from backend.core.block_events import BlockEvent
+from backend.core.block_events import BlockEvent, PoolState
 from backend.core.block_pool import NULL_BLOCK
-from backend.metrics.ledger_format import LedgerEntry, LedgerStep
+from backend.metrics.block_map import FilledBlockMap
+from backend.metrics.ledger_format import LedgerStep
 from backend.metrics.ledger_reader import LedgerReader
 
 NEVER = 2**62  # a moment that has not come
@@ -59,9 +60,8 @@ class Admission:
         return len(self.found[0]) if self.found and not self.is_forked else 0
 
 
-@dataclass(slots=True)
-class PrefixHistory:
-    """Grows with the ledger.
+class PrefixHistory(FilledBlockMap):
+    """A block map that also remembers. Grows with the ledger.
 
     Attributes:
         lives: of all blocks that could ever be found, in the order in which they began to.
@@ -71,20 +71,20 @@ class PrefixHistory:
             waits, has no event that says so.
     """
 
-    block_size: int
-    lives: list[BlockLife] = field(default_factory=list)
-    admissions: dict[str, Admission] = field(default_factory=dict)
-    ends: dict[str, int] = field(default_factory=dict)
-    num_groups: int = 1
-    sliding: set[int] = field(default_factory=set)
-    next_step: int = 0
-    _num_events: int = 0
-    _held: dict[str, list[list[int]]] = field(default_factory=dict)
-    _holders: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)  # block -> holder -> (group, index)
-    _findable: dict[int, BlockLife] = field(default_factory=dict)  # by block
-    _evicted: list[BlockLife] = field(default_factory=list)  # by the event before
-    _computed: dict[str, int] = field(default_factory=dict)
-    _computing: dict[str, None] = field(default_factory=dict)  # who runs and has not come to decoding
+    def __init__(self, block_size: int) -> None:
+        super().__init__(PoolState({}, []), {}, block_size)
+        self.lives: list[BlockLife] = []
+        self.admissions: dict[str, Admission] = {}
+        self.ends: dict[str, int] = {}
+        self.num_groups = 1
+        self.sliding: set[int] = set()
+        self.next_step = 0
+        self._step = 0  # that is being followed
+        self._num_events = 0
+        self._holders: dict[int, dict[str, tuple[int, int]]] = {}  # block -> holder -> (group, index)
+        self._findable: dict[int, BlockLife] = {}  # by block
+        self._evicted: list[BlockLife] = []  # and not taken yet
+        self._computing: dict[str, None] = {}  # who runs and has not come to decoding
 
     def extend(self, reader: LedgerReader) -> bool:
         """Take in what the ledger has beyond what is known; False for one that was written before there were block events.
@@ -93,140 +93,149 @@ class PrefixHistory:
         """
         steps = reader.steps
         if not self.next_step and steps:
-            before = reader.block_map(steps.start)
+            before = reader.since_key_frame(steps.start)
             if before is None:
                 return False
-            self._take(reader.step(steps.start))
-            for block_id in sorted(before.cached):
-                self._known(block_id)
-            self._seat(before.held)
-            self.next_step = steps.start + 1
+            frame, (first,) = before
+            self.follow(first)
+            self._seat(frame)
         for step in reader.read(self.next_step, steps.stop - 1):
-            self._take(step)
-        self.next_step = max(self.next_step, steps.stop)
+            self.follow(step)
         return True
 
-    def _take(self, step: LedgerStep) -> None:
-        for event in step.events:
-            self._apply(event, step.step)
+    def follow(self, step: LedgerStep) -> None:
+        self._step = step.step
+        super().follow(step)
+        if self._computing:
+            for request_id, _, kind in step.entries:
+                if kind == "decode":
+                    self._computing.pop(request_id, None)
+        self.next_step = step.step + 1
+
+    def apply(self, events: Iterable[BlockEvent]) -> None:
+        """In the first step nothing is known of what was there before: events of that are passed over, see `_seat`."""
+        super().apply(self._counted(events))
+
+    def _counted(self, events: Iterable[BlockEvent]) -> Iterator[BlockEvent]:
+        for event in events:
+            yield event
             self._num_events += 1
-        for entry in step.entries:
-            self._run(entry)
 
-    def _apply(self, event: BlockEvent, step: int) -> None:
-        after, blocks = self._num_events + 1, event.block_ids
-        evicted, self._evicted = self._evicted, []
-        match event.kind:
-            case "share" | "allocate" | "swap_in":
-                self._give(event, step, made_room=bool(evicted))
-            case "copy":
-                self._copy(event)
-            case "slide":
-                self._slide(event)
-            case "evict":
-                self._evicted = self._end(blocks, "evicted", after, step)
-            case "cache":
-                for block_id in blocks:
-                    # All who hold it have the same tokens there.
-                    owner, (group, index) = next(iter(self._holders.get(block_id, _NOBODY).items()))
-                    self._begin(block_id, BlockLife(owner, index, group, after, step))
-            case "uncache":
-                self._end(blocks or list(self._findable), "withdrawn" if blocks else "reset", after, step)
-            case "free" | "preempt" | "swap_out":
-                self._release(event, after)
-        for life in evicted:
-            life.taken_by = event.request_id
+    def _seat(self, frame: PoolState) -> None:
+        """What was there before the run goes on in it.
 
-    def _give(self, event: BlockEvent, step: int, *, made_room: bool) -> None:
-        request_id = event.request_id
+        Args:
+            frame: of the first step, which has been followed.
+        """
+        for block_id in sorted(frame.cached):
+            self._known(block_id)
+        self.cached.update(frame.cached)
+        for request_id, groups in frame.held.items():
+            if self.held.get(request_id) == groups:
+                continue
+            self.held[request_id] = [list(blocks) for blocks in groups]
+            for group, blocks in enumerate(groups):
+                for index, block_id in enumerate(blocks):
+                    if block_id != NULL_BLOCK:
+                        self._holders.setdefault(block_id, {})[request_id] = (group, index)
+            if request_id in frame.num_tokens:
+                self.num_tokens[request_id] = frame.num_tokens[request_id]
+            else:
+                self.num_tokens.pop(request_id, None)
+                self._computing.pop(request_id, None)
+
+    def _give(self, event: BlockEvent) -> None:
+        _, request_id, group, block_ids, num_tokens = event
         assert request_id is not None
         admission = self.admissions.get(request_id)
         if admission is None:
             # Blocks are looked for before room is made.
-            at = self._num_events - (made_room and event.kind == "allocate")
-            computing = tuple((other, self._computed[other]) for other in self._computing)
-            admission = self.admissions[request_id] = Admission(request_id, at, step, [], computing=computing)
-        if request_id not in self._held:
+            at = self._num_events - (bool(self._evicted) and event.kind == "allocate")
+            computing = tuple((other, self.num_tokens[other]) for other in self._computing)
+            admission = Admission(request_id, at, self._step, [], computing=computing)
+            self.admissions[request_id] = admission
+        if request_id not in self.held:
             self._computing[request_id] = None
-        if event.kind == "share" and event.num_tokens:
-            admission.is_forked |= admission.is_open
-        elif event.kind == "share" and admission.is_open:
-            admission.found.append(
-                [None if block_id == NULL_BLOCK else self._known(block_id) for block_id in event.block_ids]
-            )
-        elif event.kind != "share":
+            self.ends.pop(request_id, None)
+        if event.kind != "share":
             admission.is_open = False
-        self.num_groups = max(self.num_groups, event.group + 1)
-        self.ends.pop(request_id, None)
-        groups = self._held.setdefault(request_id, [])
-        while len(groups) <= event.group:
-            groups.append([])
-        for index, block_id in enumerate(event.block_ids, start=len(groups[event.group])):
+        elif num_tokens:
+            admission.is_forked |= admission.is_open
+        elif admission.is_open:
+            admission.found.append(
+                [None if block_id == NULL_BLOCK else self._known(block_id) for block_id in block_ids]
+            )
+        if group >= self.num_groups:
+            self.num_groups = group + 1
+        if self._evicted:
+            self._make_room(request_id)
+        super()._give(event)
+        holders = self._holders
+        for index, block_id in enumerate(block_ids, len(self.held[request_id][group]) - len(block_ids)):
             if block_id != NULL_BLOCK:
-                self._holders.setdefault(block_id, {})[request_id] = (event.group, index)
-        groups[event.group].extend(event.block_ids)
-        found = event.num_tokens
-        if event.kind == "share" and not found:
-            found = len(event.block_ids) * self.block_size
-        self._computed[request_id] = self._computed.get(request_id, 0) + (0 if event.group else found)
+                holders.setdefault(block_id, {})[request_id] = (group, index)
 
     def _copy(self, event: BlockEvent) -> None:
-        assert event.request_id is not None
+        request_id = event.request_id
+        assert request_id is not None
         source, destination = event.block_ids
-        place = self._holders.get(source, {}).pop(event.request_id, None)
-        if place is None:  # of a request from before the run
-            return
-        self._holders.setdefault(destination, {})[event.request_id] = place
-        self._held[event.request_id][place[0]][place[1]] = destination
+        if self._evicted:
+            self._make_room(request_id)
+        place = self._holders.get(source, {}).pop(request_id, None)
+        if place is not None:
+            super()._copy(event)
+            self._holders.setdefault(destination, {})[request_id] = place
+
+    def _make_room(self, request_id: str) -> None:
+        """Blocks are evicted for who takes some next."""
+        for life in self._evicted:
+            life.taken_by = request_id
+        self._evicted = []
 
     def _slide(self, event: BlockEvent) -> None:
         assert event.request_id is not None
         self.sliding.add(event.group)
-        for block_id in event.block_ids:
-            place = self._holders.get(block_id, {}).pop(event.request_id, None)
-            if place is not None:
-                self._held[event.request_id][place[0]][place[1]] = NULL_BLOCK
+        places = [self._holders.get(block_id, {}).pop(event.request_id, None) for block_id in event.block_ids]
+        if None not in places:
+            super()._slide(event)
 
-    def _release(self, event: BlockEvent, after: int) -> None:
+    def _release(self, event: BlockEvent) -> None:
         request_id = event.request_id
         assert request_id is not None
-        for block_id in (block_id for blocks in self._held.pop(request_id, ()) for block_id in blocks):
+        for block_id in (block_id for blocks in self.held.get(request_id, ()) for block_id in blocks):
             self._holders.get(block_id, {}).pop(request_id, None)
-        self._computed[request_id] = 0
         self._computing.pop(request_id, None)
         if request_id in self.admissions:
             self.admissions[request_id].is_open = False
         if event.kind == "free":
-            self.ends[request_id] = after
+            self.ends[request_id] = self._num_events + 1
+        if request_id in self.held:
+            super()._release(event)
 
-    def _run(self, entry: LedgerEntry) -> None:
-        request_id = entry.request_id
-        self._computed[request_id] = self._computed.get(request_id, 0) + entry.num_scheduled_tokens
-        if entry.kind == "decode":
-            self._computing.pop(request_id, None)
+    def _find(self, event: BlockEvent) -> None:
+        super()._find(event)
+        begin, step, findable, lives = self._num_events + 1, self._step, self._findable, self.lives
+        for block_id in event.block_ids:
+            # All who hold it have the same tokens there. In the first step maybe only somebody from before does.
+            owner, (group, index) = next(iter((self._holders.get(block_id) or _NOBODY).items()))
+            findable[block_id] = life = BlockLife(owner, index, group, begin, step)
+            lives.append(life)
 
-    def _seat(self, held: Mapping[str, list[list[int]]]) -> None:
-        """Requests from before the run go on in it."""
-        for request_id, groups in held.items():
-            if request_id not in self._held:
-                self._held[request_id] = [list(blocks) for blocks in groups]
-                for group, blocks in enumerate(groups):
-                    for index, block_id in enumerate(blocks):
-                        if block_id != NULL_BLOCK:
-                            self._holders.setdefault(block_id, {})[request_id] = (group, index)
-
-    def _begin(self, block_id: int, life: BlockLife) -> BlockLife:
-        self._findable[block_id] = life
-        self.lives.append(life)
-        return life
+    def _lose(self, event: BlockEvent) -> None:
+        super()._lose(event)
+        how: End = "evicted" if event.kind == "evict" else "withdrawn" if event.block_ids else "reset"
+        # Of blocks from before the run nothing is known in its first step.
+        block_ids, findable = event.block_ids or list(self._findable), self._findable
+        ended = [findable.pop(block_id) for block_id in block_ids if block_id in findable]
+        for life in ended:
+            life.end, life.end_step, life.how = self._num_events + 1, self._step, how
+        if how == "evicted":
+            self._evicted = ended
 
     def _known(self, block_id: int) -> BlockLife:
         """One that can be found and never began to, could before the run."""
-        return self._findable.get(block_id) or self._begin(block_id, BlockLife(None, 0, 0, 0, 0))
-
-    def _end(self, block_ids: Iterable[int], how: End, end: int, step: int) -> list[BlockLife]:
-        """What ended with them; of blocks from before the run nothing is known in its first step."""
-        ended = [self._findable.pop(block_id) for block_id in block_ids if block_id in self._findable]
-        for life in ended:
-            life.end, life.end_step, life.how = end, step, how
-        return ended
+        life = self._findable.get(block_id)
+        if life is None:
+            self._findable[block_id] = life = BlockLife(None, 0, 0, 0, 0)
+            self.lives.append(life)
+        return life

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +9,6 @@ from backend.core.block_pool import BlockPool
 from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
 from backend.request import Request
 from backend.sampling_params import SamplingParams
-from tests.core.paged_machine import Lab, generate
 
 
 def request_of(request_id: str, num_tokens: int = 1) -> Request:
@@ -47,35 +44,6 @@ def test_integrity_notices_a_lost_block() -> None:
 
 def test_bytes_per_token_of_llama_3_8b_in_bf16() -> None:
     assert KVGroupSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype_bytes=2).bytes_per_token == 131_072
-
-
-def test_a_thousand_requests_in_turn_and_at_once_leave_the_pool_whole() -> None:
-    """A small pool, lengths around the block size, single tokens and aborts.
-
-    With a count off by one it would shrink by a block per request (Wenyueh/MinivLLM#87).
-    """
-    rng = random.Random(3)
-    for at_once in (1, 8):
-        lab = Lab(num_blocks=20, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
-        expected = {}
-        for index in range(500):
-            prompt = [7] * rng.choice((0, 4, 8)) + rng.choices(range(100), k=rng.randint(1, 16))
-            count = rng.choice((1, 1, 5, 24))
-            key = str(index)
-            lab.add(key, prompt, count)
-            expected[key] = generate(prompt, count)
-            while len(lab.scheduler.requests) >= at_once:
-                assert lab.manager.usage <= 1
-                lab.step()
-                if rng.random() < 0.03 and lab.scheduler.requests:
-                    output = lab.scheduler.abort_request(rng.choice(list(lab.scheduler.requests)))
-                    assert output is not None
-                    lab.take(output)
-        lab.run()
-        for key, reason in lab.finished.items():
-            whole = len(expected[key]) if reason == "length" else len(lab.tokens[key])
-            assert lab.tokens[key] == expected[key][:whole]
-        assert len(lab.finished) == 500
 
 
 class PoolMachine(RuleBasedStateMachine):

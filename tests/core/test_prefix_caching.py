@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
@@ -61,27 +60,6 @@ def test_what_is_found_ends_before_the_first_token_that_differs(differs_at: int)
     other = list(prompt)
     other[differs_at] += 1
     assert run_one(lab, "b", other).num_cached_tokens == min(differs_at // 4 * 4, 16)
-
-
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        (lambda ids: [*ids[:20], ids[20] + 256, *ids[21:]], 20),
-        (lambda ids: [ids[0] + 2**16, *ids[1:]], 0),
-        (lambda ids: [*ids[4:8], *ids[:4], *ids[8:]], 0),
-        (lambda ids: [*ids[:8], *ids[12:16], *ids[8:12], *ids[16:]], 8),
-        (lambda ids: [ids[0] + 1, *ids[1:]], 0),
-    ],
-    ids=["by 256", "by 65,536", "first blocks exchanged", "later blocks exchanged", "equal but for the first"],
-)
-def test_prompts_that_are_nearly_equal_do_not_get_each_others_blocks(
-    change: Callable[[list[int]], list[int]], found: int
-) -> None:
-    """A block's name holds whole ids, their order and everything before (waybarrios/vllm-mlx#444 kept 8 bits of an id)."""
-    lab = Lab(block_size=4, prefix_caching=True)
-    prompt = prompt_of(32)
-    run_one(lab, "a", prompt)
-    assert run_one(lab, "b", change(prompt)).num_cached_tokens == found
 
 
 def test_blocks_are_shared_while_both_run_and_by_later_steps_of_a_prompt_under_way() -> None:
@@ -171,27 +149,6 @@ def test_without_a_key_nothing_is_kept() -> None:
     run_one(lab, "a", prompt_of(20))
     assert run_one(lab, "b", prompt_of(20)).num_cached_tokens is None
     assert lab.manager.num_cached_tokens == 0
-
-
-def test_hashes_follow_the_key_and_every_token_before() -> None:
-    def hashes(token_ids: list[int], **what: object) -> list[bytes]:
-        chain: list[bytes] = []
-        extend_block_hashes(chain, token_ids, len(token_ids) // 4, 4, prefix_key(**what))
-        return chain
-
-    token_ids = list(range(12))
-    base = hashes(token_ids, model="m", dtype="bfloat16")
-    assert len(set(base)) == 3
-    assert hashes(token_ids, dtype="bfloat16", model="m") == base, "the order of the keys means nothing"
-    for other in ({"model": "n", "dtype": "bfloat16"}, {"model": "m", "dtype": "float16"}, {"model": "m"}):
-        assert not set(hashes(token_ids, **other)) & set(base)
-    changed = hashes([*token_ids[:5], 77, *token_ids[6:]], model="m", dtype="bfloat16")
-    assert changed[0] == base[0]
-    assert not set(changed[1:]) & set(base)
-    # In steps, as a request grows.
-    chain = base[:1]
-    extend_block_hashes(chain, token_ids, 3, 4, prefix_key(model="m", dtype="bfloat16"))
-    assert chain == base
 
 
 def test_two_groups_have_chains_of_their_own() -> None:

@@ -67,33 +67,6 @@ def test_a_request_may_fill_the_whole_pool_and_then_ends_by_length() -> None:
     assert lab.finished == {"long": "length", "short": "length"}
 
 
-def test_no_decode_waits_while_long_prompts_keep_arriving() -> None:
-    """Counted in steps: with a budget above the number of decodes none of them misses one.
-
-    Where prompts come first, they starve running decodes (sgl-project/sglang#32549).
-    """
-    lab = Lab(num_blocks=40_000, block_size=16, max_num_seqs=300, max_num_batched_tokens=512, max_model_len=8192)
-    for index in range(4):
-        lab.add(f"d{index}", prompt_of(20, index), max_tokens=400)
-    lab.step()
-    for index in range(100):
-        lab.add(f"p{index}", prompt_of(3000, index), max_tokens=1)
-        outputs = lab.step()
-        assert {f"d{n}" for n in range(4)} <= {output.request_id for output in outputs}
-        assert lab.steps[-1].total_num_scheduled_tokens == 512, "the budget is used up while prompts wait"
-
-
-def test_short_prompts_are_not_held_up_by_a_long_one() -> None:
-    lab = Lab(num_blocks=4000, block_size=16, max_num_seqs=16, max_num_batched_tokens=512, max_model_len=32_000)
-    lab.add("long", prompt_of(20_000), max_tokens=1)
-    for index in range(10):
-        lab.add(f"s{index}", prompt_of(20, index), max_tokens=1)
-    while "long" not in lab.finished:
-        lab.step()
-    assert list(lab.finished)[-1] == "long"
-    assert len(lab.steps) <= 20_000 // 512 + 3, "what the short ones leave goes to the long one"
-
-
 def test_long_prompts_side_by_side_all_move_and_the_budget_is_spent() -> None:
     lab = Lab(num_blocks=4000, block_size=16, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=32_000)
     for index in range(3):

@@ -134,7 +134,7 @@ class WatchedLab(Lab):
         return request
 
     def _carry_out(self, scheduled: SchedulerOutput) -> None:
-        frame = self.manager.state() if not self.num_steps else None
+        frame = self.manager.state(self.scheduler.requests) if not self.num_steps else None
         events = _name_preemptions(self.manager.take_events(), frozenset(scheduled.preempted_request_ids))
         rows = scheduled.num_scheduled_tokens
         self.ledger.append(self.num_steps, rows, rows.values(), scheduled.kinds.values(), events, frame)

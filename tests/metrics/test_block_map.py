@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 
+from backend.core.block_events import BlockEvent, BlockEventKind, PoolState
 from backend.core.output import SchedulerOutput
 from backend.engine.engine_host import EngineHost
 from backend.metrics.block_map import BlockMap
-from backend.metrics.ledger_format import read_chunk
+from backend.metrics.ledger import StepLedger
+from backend.metrics.ledger_format import EVENT_KINDS, read_chunk
+from backend.metrics.ledger_reader import LedgerReader
+from backend.metrics.pool_history import PoolHistory
+from backend.metrics.prefix_history import PrefixHistory
 from backend.metrics.stats import StepStats
 from tests.core.paged_machine import VOCAB, Lab
 from tests.engine.driving import answers, config_of
@@ -142,3 +147,46 @@ def test_the_ledger_of_an_engine_gives_the_blocks_of_each_step(asynchronous: boo
     assert not by_step
     assert frames == 1 + (len(sink.steps) - 1) // 256 > 1
     assert kinds >= {"allocate", "share", "free", "preempt", "evict", "cache"}
+
+
+AFTER = {  # of each kind of event: what "a" and "b" hold then, and what can be found; see `block_events`
+    "allocate": ({"a": [[1, 2, 3, 9]], "b": [[1]]}, {1, 2, 5}),
+    "share": ({"a": [[1, 2, 3, 9]], "b": [[1]]}, {1, 2, 5}),
+    "swap_in": ({"a": [[1, 2, 3, 9]], "b": [[1]]}, {1, 2, 5}),
+    "copy": ({"a": [[9, 2, 3]], "b": [[1]]}, {1, 2, 5}),
+    "slide": ({"a": [[0, 0, 3]], "b": [[1]]}, {1, 2, 5}),
+    "free": ({"b": [[1]]}, {1, 2, 5}),
+    "preempt": ({"b": [[1]]}, {1, 2, 5}),
+    "swap_out": ({"b": [[1]]}, {1, 2, 5}),
+    "cache": ({"a": [[1, 2, 3]], "b": [[1]]}, {1, 2, 3, 5}),
+    "evict": ({"a": [[1, 2, 3]], "b": [[1]]}, {1, 2}),
+    "uncache": ({"a": [[1, 2, 3]], "b": [[1]]}, {1, 2}),
+}
+BLOCKS = {"copy": [1, 9], "slide": [1, 2], "cache": [3], "evict": [5], "uncache": [5], "free": [], "preempt": []}
+
+
+@pytest.mark.parametrize("kind", EVENT_KINDS)
+def test_every_kind_of_event_does_the_same_to_all_that_follow(kind: BlockEventKind) -> None:
+    """So that a new kind is a new line here and in `BlockMap.apply`."""
+    state = PoolState({"a": [[1, 2, 3]], "b": [[1]]}, [1, 2, 5])
+    request_id = None if kind in ("cache", "evict", "uncache") else "a"
+    event = BlockEvent(kind, request_id, 0, BLOCKS.get(kind, [9]))
+    ledger = StepLedger()
+    ledger.append(0, ["a"], [1], ["decode"], (), state)
+    ledger.append(1, ["b"], [1], ["decode"], [event])
+    chunk = ledger.flush()
+    assert chunk is not None
+    reader = LedgerReader([(chunk.encode(), 0, 1)])
+    history, moment = PrefixHistory(4), PoolHistory(reader, 4).at(1)
+    assert history.extend(reader)
+    assert moment is not None
+    block_map = reader.block_map(1)
+    assert block_map is not None
+    for followed in (block_map, moment.blocks, history):
+        assert (followed.held, followed.cached) == AFTER[kind]
+
+
+def test_forgetting_everything_is_an_event_without_blocks() -> None:
+    block_map = BlockMap(PoolState({"a": [[1]]}, [1, 2]))
+    block_map.apply([BlockEvent("uncache", None, 0, [])])
+    assert (block_map.held, block_map.cached) == ({"a": [[1]]}, set())

@@ -8,6 +8,7 @@ import pytest
 
 from backend.core.block_hash import prefix_key
 from backend.core.kv_cache_manager import KVCacheManager, KVGroupSpec
+from backend.core.output import SchedulerOutput
 from backend.metrics.ledger import StepLedger
 from backend.metrics.ledger_reader import LedgerReader
 from backend.metrics.prefix_history import NEVER, PrefixHistory
@@ -99,3 +100,78 @@ def test_blocks_behind_a_window_are_nobodys_and_found_without_them() -> None:
     held = manager.state().held["b"]
     assert [life is None for life in sliding] == [block == 0 for block in held[1][:8]]
     assert None in sliding
+
+
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_that_begins_among_others_knows_where_every_block_is(seed: int, windows: tuple[int | None, ...]) -> None:
+    """Requests from before go on in it and end in it; the map is the pool's at every step, and owners held their blocks.
+
+    A naive watcher notes for each block that becomes findable where it is in the tables of who holds it.
+    """
+    rng = random.Random(seed)
+    lab = WatchedLab(
+        num_blocks=60,
+        block_size=4,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        max_model_len=60,
+        swap_blocks=20 if windows == (None,) else 0,
+        windows=windows,
+        watched=False,
+    )
+    places: list[set[tuple[str, int, int]]] = []  # of each block when it can be found: of all its holders
+    pools, tokens = [], []
+
+    def noted(request: Request) -> None:
+        before = set(lab.manager.pool.cached_blocks())
+        cache_blocks(request)
+        held = lab.manager.state().held
+        for block_id in [block_id for block_id in lab.manager.pool.cached_blocks() if block_id not in before]:
+            places.append(
+                {
+                    (key, group, blocks.index(block_id))
+                    for key, groups in held.items()
+                    for group, blocks in enumerate(groups)
+                    if block_id in blocks
+                }
+            )
+
+    cache_blocks = lab.manager.cache_blocks
+    carry_out = lab._carry_out
+
+    def carried_out(scheduled: SchedulerOutput) -> None:
+        state = lab.manager.state(lab.scheduler.requests)
+        pools.append((state.held, set(state.cached)))
+        tokens.append(state.num_tokens)
+        carry_out(scheduled)
+
+    stems = [rng.choices(range(VOCAB), k=20) for _ in range(2)]
+    for index in range(50):
+        if index == 15:
+            lab.manager.take_events()
+            lab.ledger, lab.chunks, lab.num_steps = StepLedger(), [], 0
+            lab.manager.cache_blocks = noted  # type: ignore[method-assign]
+            lab._carry_out = carried_out  # type: ignore[method-assign]
+            from_before = set(lab.manager.state().held)
+            assert from_before
+        prompt = rng.choice(stems)[: rng.randint(1, 20)] + rng.choices(range(3), k=rng.randint(0, 5))
+        lab.add_samples(f"{index}", prompt, 3, [rng.randint(1, 30) for _ in range(3)])
+        for _ in range(rng.randint(1, 3)):
+            lab.step()
+    lab.run()
+
+    history = PrefixHistory(4)
+    chunks = [(chunk.encode(), chunk.first_step, chunk.last_step) for chunk in lab.chunks]
+    for number in range(len(chunks)):
+        assert history.extend(LedgerReader(chunks[: number + 1]))
+        last = chunks[number][2]
+        assert (history.held, history.cached) == pools[last]
+        assert history.num_tokens == tokens[last]
+    born = [life for life in history.lives if life.begin]
+    assert len(born) > 50
+    for life, where in zip(born, places, strict=False):  # some of them after the last step
+        # In the first step, of a block that only requests from before hold, nobody knows whose it is.
+        is_unknown = life.begin_step == 0 and life.owner is None and {key for key, _, _ in where} <= from_before
+        assert is_unknown or (life.owner, life.group, life.index) in where
+    assert {life.owner for life in born} & from_before, "some of them were of requests from before"
