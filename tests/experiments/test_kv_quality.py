@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -17,6 +18,9 @@ from backend.errors import ConfigError
 from backend.experiments.kv_quality import KVQuality, measure_kv_quality
 from backend.models.decoder import Decoder, DecoderLayer
 from backend.models.dummy import DUMMY_SHAPES
+from backend.models.loader import load_model
+from backend.models.sources import ModelSource
+from backend.tokenizer import load_tokenizer
 from backend.worker.decoders import ReferenceDecoder
 from backend.worker.kv_cache import KVCacheShape
 
@@ -85,7 +89,7 @@ def test_divergence_is_that_of_whole_passes() -> None:
 
 def test_a_head_with_an_outlier_is_named_and_no_other() -> None:
     model = make_model()
-    assert measure(model, kv_dtypes=("int8", "fp8_e4m3")).warnings() == []
+    assert measure(model).warnings() == []
     attention = cast(DecoderLayer, model.layers[1]).attention
     assert attention.qkv.bias is not None
     num_heads, size = attention.head_counts[0], CONFIG.head_dim
@@ -100,6 +104,58 @@ def test_a_head_with_an_outlier_is_named_and_no_other() -> None:
     # What the format gives away by its definition: a step of 400 / 127 over channels that vary by about 1.
     assert worst.errors["int8"] == pytest.approx(400 / 127 / 12**0.5, rel=0.5)
     assert len(quality.heads) == CONFIG.num_layers * CONFIG.num_kv_heads
+
+
+def add_outlier(model: Decoder, layer: int, kv_head: int, channel: int, factor: float) -> None:
+    """Keys that are larger in a pair of channels that turn together, and queries smaller: the products stay."""
+    attention = cast(DecoderLayer, model.layers[layer]).attention
+    num_heads, num_kv_heads, _ = attention.head_counts
+    size, group = attention.head_dim, num_heads // num_kv_heads
+    factors = torch.ones(sum(attention.head_counts), size)
+    pair = [channel, (channel + size // 2) % size]
+    factors[num_heads + kv_head, pair] = factor
+    factors[kv_head * group : (kv_head + 1) * group, pair] = 1 / factor
+
+    def scale(module: torch.nn.Module, args: object, heads: Tensor) -> Tensor:
+        return heads * factors.flatten()
+
+    attention.qkv.register_forward_hook(scale)
+
+
+@pytest.mark.parametrize(("factor", "breaks"), [(8.0, False), (112.0, True)])
+def test_a_head_is_named_when_it_alone_breaks_the_output(factor: float, breaks: bool) -> None:
+    """The model stays the same function, so that all that int4 costs beyond what it cost before is that head's."""
+    model = make_model()
+    plain, before = log_probabilities(model, "auto"), measure(model)
+    add_outlier(model, layer=0, kv_head=1, channel=7, factor=factor)
+    assert torch.allclose(log_probabilities(model, "auto"), plain, atol=1e-4)
+    after = measure(model)
+    alone = {name: rows[-1].mean - before.divergences[name][-1].mean for name, rows in after.divergences.items()}
+    assert (alone["int4"] >= 0.01) == breaks
+    assert max(alone["int8"], alone["fp8_e4m3"]) < 0.01, "which hold it"
+    named = [warning.split(" keys")[0] for warning in after.warnings()]
+    assert named == (["layer 0, KV head 1: int4"] if breaks else [])
+
+
+@pytest.mark.slow
+def test_the_default_model_has_no_broken_head_until_one_is_broken(smollm2: ModelSource) -> None:
+    loaded = load_model(smollm2, device=CPU, dtype=torch.float32)
+    config = loaded.config
+    group = KVGroupSpec(config.num_layers, config.num_kv_heads, config.head_dim, 4)
+    token_ids = load_tokenizer(smollm2).encode(Path("README.md").read_text(encoding="utf-8"))[:200]
+
+    def measured() -> KVQuality:
+        decoder, cache = ReferenceDecoder(loaded.model), KVCacheShape(group, 16, torch.float32)
+        return measure_kv_quality(
+            decoder, ReferenceAttention(), cache, token_ids, lengths=(200,), device="cpu", kv_dtypes=("int4",)
+        )
+
+    before = measured()
+    assert before.warnings() == []
+    add_outlier(loaded.model, layer=1, kv_head=0, channel=56, factor=20.0)
+    after = measured()
+    assert after.divergences["int4"][0].mean - before.divergences["int4"][0].mean >= 0.01
+    assert [warning.split(" keys")[0] for warning in after.warnings()] == ["layer 1, KV head 0: int4"]
 
 
 @pytest.mark.parametrize(
