@@ -1,10 +1,9 @@
 // The block map: one cell a block, drawn when something has changed. Says what it drew in the canvas's data attributes.
-// Text comes from requests' ids: textContent only.
+// Text comes from requests' ids and from prompts: textContent only.
 
 const CELL_SIZES = [28, 24, 20, 16, 14, 12, 10, 9, 8, 7, 6, 5, 4, 3, 2];
 const MAX_HEIGHT = 520;
-const DIMMED = 0.16;
-const EMPTY = 0.28; // opacity of what holds no token yet
+const PAINTED = 7; // cells of fewer pixels are painted as pixels
 const views = new WeakMap();
 
 export default function ({ data, parentElement }) {
@@ -19,6 +18,13 @@ export default function ({ data, parentElement }) {
   };
 }
 
+// Byte by byte in a plain loop: a callback for each of half a million takes ten times as long.
+function isSame(first, second) {
+  if (first?.length !== second.length) return false;
+  for (let index = 0; index < first.length; index++) if (first[index] !== second[index]) return false;
+  return true;
+}
+
 class BlockMapView {
   constructor(parent) {
     this.root = parent.querySelector(".kv");
@@ -28,6 +34,7 @@ class BlockMapView {
     this.pinned = null; // a request's id: it stays pinned from step to step
     this.at = null; // block under the pointer or the keyboard's cursor
     this.draws = 0;
+    this.painter = new CellPainter();
     this.observer = new ResizeObserver(() => this.pool && this.draw());
     this.observer.observe(this.root);
     this.canvas.onpointermove = (event) => this.point(this.blockAt(event));
@@ -43,8 +50,7 @@ class BlockMapView {
   }
 
   update(bytes) {
-    const same = this.bytes?.length === bytes.length && this.bytes.every((byte, index) => byte === bytes[index]);
-    if (!same) {
+    if (!isSame(this.bytes, bytes)) {
       this.bytes = bytes;
       this.pool = parse(bytes);
       this.drawn = null;
@@ -117,7 +123,14 @@ class BlockMapView {
     const pinned = pool.requests.findIndex((request) => request.id === this.pinned);
     const bright = new Uint8Array(pool.num_blocks + 1).fill(pinned < 0 ? 1 : 0);
     for (const { request, blocks } of pool.lists) if (request === pinned) for (const id of blocks) bright[id] = 1;
-    const side = size >= 5 ? size - 1 : size;
+    if (size < PAINTED) {
+      context.globalAlpha = 1;
+      context.imageSmoothingEnabled = false;
+      context.drawImage(this.painter.paint(pool, look, bright), gutter, 0);
+      return;
+    }
+    const side = size - 1;
+    const evictable = this.evictableCell(side, look.ratio);
     context.textAlign = "center";
     context.font = `600 ${Math.round(size * 0.55)}px sans-serif`;
     for (let id = 1; id <= pool.num_blocks; id++) {
@@ -130,13 +143,13 @@ class BlockMapView {
         context.fillStyle = look.line;
         context.fillRect(x, y, side, side);
       } else if (state === "evictable") {
-        this.drawEvictable(context, x, y, size, side);
+        context.drawImage(evictable, x, y, side, side);
       } else if (state === "shared") {
         context.fillStyle = look.text;
         context.fillRect(x, y, side, side);
         context.fillStyle = size >= 14 ? look.back : pool.requests[pool.lists[pool.firstList[id]].request].colour;
         if (size >= 14) context.fillText(pool.refCounts[id], x + side / 2, y + side / 2 + 1);
-        else if (size >= 7) context.fillRect(x + side / 3, y + side / 3, side / 3, side / 3);
+        else context.fillRect(x + side / 3, y + side / 3, side / 3, side / 3);
       } else {
         const { request } = pool.lists[pool.firstList[id]];
         const filled = (tokensIn(pool, request, pool.firstPlace[id]) ?? pool.block_size) / pool.block_size;
@@ -152,22 +165,21 @@ class BlockMapView {
     context.globalAlpha = 1;
   }
 
-  // A texture that no held block has: stripes, or dots where a cell is a few pixels; fewer have room for a colour only.
-  drawEvictable(context, x, y, size, side) {
-    context.fillStyle = context.strokeStyle = this.pool.evictable;
-    if (size < 6) {
-      const dot = size < 4 ? size : size - 2;
-      context.fillRect(x, y, dot, dot);
-      return;
-    }
-    context.lineWidth = 1;
-    context.strokeRect(x + 0.5, y + 0.5, side - 1, side - 1);
+  // A cell with a texture that no held block has: drawn once, since thousands of its lines take longer than all else.
+  evictableCell(side, ratio) {
+    const cell = document.createElement("canvas");
+    cell.width = cell.height = Math.ceil(side * ratio);
+    const context = cell.getContext("2d");
+    context.scale(cell.width / side, cell.height / side);
+    context.strokeStyle = this.pool.evictable;
+    context.strokeRect(0.5, 0.5, side - 1, side - 1);
     context.beginPath();
     for (let from = 3; from < 2 * side; from += 4) {
-      context.moveTo(x + Math.max(0, from - side), y + Math.min(from, side));
-      context.lineTo(x + Math.min(from, side), y + Math.max(0, from - side));
+      context.moveTo(Math.max(0, from - side), Math.min(from, side));
+      context.lineTo(Math.min(from, side), Math.max(0, from - side));
     }
     context.stroke();
+    return cell;
   }
 
   report(look) {
@@ -182,7 +194,7 @@ class BlockMapView {
     for (const [state, count] of Object.entries(pool.counts)) {
       this.root.querySelector(`[data-count=${state}]`).textContent = number(count);
     }
-    this.root.querySelector(".filling").hidden = look.size < 7;
+    this.root.querySelector(".filling").hidden = look.size < PAINTED;
     ["first", "second", "third"].forEach((name, index) =>
       this.root.style.setProperty(`--kv-${name}`, pool.legend[index]),
     );
@@ -215,7 +227,8 @@ class BlockMapView {
     const grown = Math.max(0, (8 - size) / 2); // a cell of two pixels would vanish under its own frame
     const box = { left: x - 2 - grown, top: y - 2 - grown, width: size + 3 + 2 * grown, height: size + 3 + 2 * grown };
     for (const name in box) this.cursor.style[name] = `${box[name]}px`;
-    this.tip.textContent = describe(this.pool, id);
+    this.tip.querySelector(".what").textContent = describe(this.pool, id);
+    this.tip.querySelector(".text").textContent = textOf(this.pool, id) ?? "";
     const room = this.root.clientWidth;
     const left = x + size + 12 + this.tip.offsetWidth > room ? x - 12 - this.tip.offsetWidth : x + size + 12;
     this.tip.style.left = `${Math.max(0, Math.min(left, room - this.tip.offsetWidth))}px`;

@@ -56,6 +56,12 @@ function holdersOf(pool, id) {
 
 const number = (value) => value.toLocaleString("en-US");
 
+// What the tokens in a block say; null where nobody has asked.
+function textOf(pool, id) {
+  if (!pool.texts || !pool.refCounts[id]) return null;
+  return pool.texts.lines[id] ?? pool.texts.note;
+}
+
 function describe(pool, id) {
   const lines = [`Block ${number(id)}`];
   const holders = pool.refCounts[id] ? holdersOf(pool, id) : [];

@@ -1,7 +1,8 @@
 """The map of the pool: a canvas with one cell a block, drawn in the browser from the blocks that requests hold.
 
 What goes there are the held lists themselves as 32-bit numbers, so that a pool of 100,000 blocks is a few hundred kilobytes;
-who holds a block, and which of its tokens, is looked up there when somebody points at it.
+who holds a block, and which of its tokens, is looked up there when somebody points at it. Texts of blocks are there only if
+somebody has asked for them.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ import struct
 import zlib
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from streamlit.components.v2 import component
 
 from app.components import palette
+from app.components.kv_cache_text import BlockTexts
 from backend.metrics.kv_use import KVUse
 from backend.metrics.pool_history import PoolMoment
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
+_SCRIPTS = ("kv_cache_pool.js", "kv_cache_pixels.js", "kv_cache.js")
 _mount = component(
     "servelab_kv_cache",
     html=(_ASSETS / "kv_cache.html").read_text(encoding="utf-8"),
     css=(_ASSETS / "kv_cache.css").read_text(encoding="utf-8"),
-    js="\n".join((_ASSETS / name).read_text(encoding="utf-8") for name in ("kv_cache_pool.js", "kv_cache.js")),
+    js="\n".join((_ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS),
 )
 
 # Runs' colours but for those with a meaning on this page; the two that follow have none anywhere.
@@ -39,6 +43,7 @@ _COLOURS = (
     "#A65A2A",
 )
 _NUMBERED = re.compile(r"(?:.*?-)??(?:(warmup-)?(\d+)(/\d+)?|c(\d+)-t(\d+))")  # as the runner names its requests
+_OF_RUN = re.compile(r"run(\d+)-")
 
 
 def request_name(request_id: str) -> str:
@@ -52,6 +57,12 @@ def request_name(request_id: str) -> str:
     return f"{'warm-up ' if match[1] else ''}{match[2]}{match[3] or ''}"
 
 
+def run_of(request_id: str) -> int | None:
+    """The run whose request it is, as the runner names them."""
+    match = _OF_RUN.match(request_id)
+    return int(match[1]) if match else None
+
+
 def request_colour(request_id: str) -> str:
     """Of the id alone, so that a request keeps it from step to step; neighbours in the workload differ."""
     match = _NUMBERED.fullmatch(request_id)
@@ -59,17 +70,17 @@ def request_colour(request_id: str) -> str:
     return _COLOURS[place % len(_COLOURS)]
 
 
-def show(moment: PoolMoment, use: KVUse, num_blocks: int) -> None:
-    _mount(key="kv-map", data=encode(moment, use, num_blocks))
+def show(moment: PoolMoment, use: KVUse, num_blocks: int, texts: BlockTexts | None = None) -> None:
+    _mount(key="kv-map", data=encode(moment, use, num_blocks, texts))
 
 
-def encode(moment: PoolMoment, use: KVUse, num_blocks: int) -> bytes:
+def encode(moment: PoolMoment, use: KVUse, num_blocks: int, texts: BlockTexts | None = None) -> bytes:
     """As `kv_cache_pool.js` reads it: u32 size of the header, a JSON header, then block ids as u32; all little-endian."""
     held = moment.blocks.held
     lists = [
         (place, group, blocks) for place, groups in enumerate(held.values()) for group, blocks in enumerate(groups)
     ]
-    header = {
+    header: dict[str, Any] = {
         "step": moment.step.step,
         "num_blocks": num_blocks,
         "block_size": use.block_size,
@@ -87,6 +98,8 @@ def encode(moment: PoolMoment, use: KVUse, num_blocks: int) -> bytes:
         ],
         "lists": [(place, group, len(blocks)) for place, group, blocks in lists],
     }
+    if texts is not None:
+        header["texts"] = {"lines": texts.lines, "note": texts.note}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 4)
     ids = chain(chain.from_iterable(blocks for _, _, blocks in lists), sorted(moment.blocks.cached))

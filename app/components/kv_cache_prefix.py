@@ -5,9 +5,18 @@ from __future__ import annotations
 import streamlit as st
 
 from app import formatting
-from app.components import figures, kv_cache_prefix_request, kv_cache_prefix_source, kv_cache_source, links, notes
+from app.components import (
+    figures,
+    kv_cache_earlier,
+    kv_cache_prefix_request,
+    kv_cache_prefix_source,
+    kv_cache_source,
+    links,
+    notes,
+)
 from app.components.activity import polled
 from app.components.bars import share_bar
+from app.components.kv_cache_earlier import Earlier
 from app.components.kv_cache_prefix_request import fate_shares, pieces
 from app.components.kv_cache_prefix_source import Source, View
 from app.components.kv_cache_prefix_tree import MAX_LEAVES, MAX_TABLE_ROWS, tree_picture, tree_table
@@ -80,6 +89,8 @@ def _whole(services: Services, run: Run | None) -> None:
         _nothing(run)
         return
     _figures(source, source.view)
+    if source.earlier is not None:
+        _earlier(source.earlier, (run.cache_state or {}).get("num_cached_tokens", 0))
     share_bar(
         "Prompt tokens, by what became of them",
         fate_shares(source.view.sums),
@@ -141,6 +152,17 @@ def _figures(source: Source, view: View) -> None:
         st.caption(
             f"{formatting.quantity(unknown, 'requests')} are left out: their prompts are not known here, or not yet."
         )
+
+
+def _earlier(earlier: Earlier, num_cached_tokens: int) -> None:
+    """What a warm cache began with, and what is not known of it."""
+    held = f"The run began with {formatting.quantity(num_cached_tokens, 'tokens')} in the cache"
+    if earlier.tokens:
+        known = kv_cache_earlier.run_names(earlier.run_ids)
+        text = f"{held}, left by {known}: those prompts are compared as well."
+    else:
+        text = f"{held}, left by earlier runs whose prompts are not known here."
+    st.caption(notes.plain(" ".join([text, *earlier.problems])))
 
 
 def _tree(view: View) -> None:

@@ -34,7 +34,7 @@ def show(view: View) -> None:
         st.caption("Choose a request, and the first token at which it left what the cache had is shown.")
         return
     fate = view.cache.fate(view.by_name[state[REQUEST]])
-    sentences = fate_sentences(fate, view.cache.block_size, request_name)
+    sentences = fate_sentences(fate, view.cache.block_size, view.name)
     st.markdown("\n".join(f"- {notes.plain(sentence)}" for sentence in sentences))
     if fate.cause == "forked":
         return
@@ -44,7 +44,7 @@ def show(view: View) -> None:
         formatting.count(len(fate.token_ids)),
     )
     if fate.nearest is not None and 0 < fate.nearest.num_common < len(fate.token_ids):
-        st.html(comparison_html(fate, fate.nearest, state[REQUEST], view.tokenizer))
+        st.html(comparison_html(fate, fate.nearest, state[REQUEST], view.name(fate.nearest.request_id), view.tokenizer))
 
 
 def fate_shares(sums: Mapping[Fate, int]) -> list[Share]:
@@ -67,9 +67,13 @@ def pieces(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:
     ]
 
 
-def comparison_html(fate: PromptFate, nearest: Nearest, name: str, tokenizer: Tokenizer | None) -> str:
-    """Both token sequences around the first that differs, one above the other."""
-    at, other = nearest.num_common, request_name(nearest.request_id)
+def comparison_html(fate: PromptFate, nearest: Nearest, name: str, other: str, tokenizer: Tokenizer | None) -> str:
+    """Both token sequences around the first that differs, one above the other.
+
+    Args:
+        name, other: what stands behind "request".
+    """
+    at = nearest.num_common
     begin = max(0, at - _BEFORE)
     ours = [int(it) for it in fate.token_ids[begin : at + _AFTER]]
     theirs = [int(it) for it in nearest.token_ids[begin : at + _AFTER]]

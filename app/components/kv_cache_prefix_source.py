@@ -6,22 +6,21 @@ import re
 import time
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import streamlit as st
 
+from app.components import kv_cache_earlier, kv_cache_prompts
+from app.components.kv_cache_earlier import Earlier
 from app.components.kv_cache_map import request_name
+from app.components.kv_cache_prompts import Prompts
 from app.services import Services
 from backend.analysis.prefix_cache import FATES, Fate, PrefixCache, Stretch
 from backend.analysis.prefix_tree import TreeNode, prefix_tree
-from backend.analysis.run_prompts import RunPrompts
-from backend.errors import ConfigError, ModelError, ServeLabError
+from backend.errors import ConfigError, ModelError
 from backend.metrics.ledger import LEDGER_KIND
 from backend.metrics.ledger_reader import LedgerReader
 from backend.metrics.prefix_history import PrefixHistory
-from backend.tokenizer import Tokenizer, load_tokenizer
-from backend.workload.spec import Workload
-from backend.workload.targets import Prompt
+from backend.tokenizer import Tokenizer
 from db.run_rows import Run
 
 _SOURCE, _PROBLEM = "kv-prefix-source", "kv-prefix-problem"
@@ -34,13 +33,11 @@ class Source:
     """Grows with a run that goes on."""
 
     run_id: int
-    block_size: int
-    tokenizer: Tokenizer | None  # None where the model is not there any more
-    prompts: RunPrompts
+    prompts: Prompts
     reader: LedgerReader
     history: PrefixHistory
+    earlier: Earlier | None  # of a run that began with a warm cache
     is_final: bool = False
-    last_row: int = 0
     view: View | None = None
     made_at: float = 0.0
     made_in_s: float = 0.0
@@ -52,6 +49,11 @@ class View:
 
     cache: PrefixCache
     tokenizer: Tokenizer | None
+    run_id: int
+
+    def name(self, request_id: str) -> str:
+        """What stands behind "request"."""
+        return kv_cache_earlier.name_in(self.run_id, request_id)
 
     @cached_property
     def by_name(self) -> dict[str, str]:
@@ -117,58 +119,33 @@ def known(run_id: int) -> View | None:
 def _grown(services: Services, run: Run, source: Source | None) -> Source | None:
     if source is None or source.run_id != run.run_id:
         with st.spinner("Putting the run's prompts together", show_time=True):
-            source = st.session_state[_SOURCE] = _open(run)
+            source = st.session_state[_SOURCE] = _open(services, run)
     chunks = services.repository.chunks(run.run_id, LEDGER_KIND, from_step=source.reader.steps.stop)
-    rows = services.repository.request_tokens(run.run_id, after=source.last_row)
     source.reader = source.reader.longer(chunks)
     if not source.history.extend(source.reader) or not source.history.admissions:
         return None
-    source.prompts.add(rows)
-    source.last_row = max([source.last_row, *(row["row_id"] for row in rows)])
+    if source.earlier is not None:
+        source.earlier.blocks.extend(source.reader)
+    has_grown = source.prompts.grow(services) or bool(chunks)
     waited = time.monotonic() - source.made_at
-    if source.view is None or run.is_final or ((chunks or rows) and waited > _PATIENCE * source.made_in_s):
+    if source.view is None or run.is_final or (has_grown and waited > _PATIENCE * source.made_in_s):
         _compare(source)
     source.is_final = run.is_final
     return source
 
 
-def _open(run: Run) -> Source:
-    config: dict[str, Any] = run.resolved_config or {}
-    load = run.load or {}
-    workload = Workload.from_dict(run.workload)
-    tokenizer: Tokenizer | None = None
-    problem: ServeLabError | None = None
-    try:
-        tokenizer = _tokenizer(run.model)
-    except ModelError as error:
-        problem = error
-
-    def encode(prompt: Prompt) -> list[int]:
-        if tokenizer is None:
-            assert problem is not None
-            raise problem
-        text = prompt.text or ""
-        return tokenizer.encode_chat([{"role": "user", "content": text}]) if prompt.chat else tokenizer.encode(text)
-
-    prompts = RunPrompts(
-        workload, load.get("model", {}), config["model"]["max_model_len"], load.get("prompts_sha256"), encode
-    )
-    block_size = config["cache"]["block_size"]
-    return Source(run.run_id, block_size, tokenizer, prompts, LedgerReader([]), PrefixHistory(block_size))
+def _open(services: Services, run: Run) -> Source:
+    prompts = kv_cache_prompts.open_prompts(run)
+    history = PrefixHistory((run.resolved_config or {})["cache"]["block_size"])
+    return Source(run.run_id, prompts, LedgerReader([]), history, kv_cache_earlier.load(services, run))
 
 
 def _compare(source: Source) -> None:
     begin = time.monotonic()
-    known = {request_id: source.prompts.tokens_of(request_id) for request_id in source.history.admissions}
+    known = {request_id: source.prompts.known.tokens_of(request_id) for request_id in source.history.admissions}
     tokens = {request_id: found for request_id, found in known.items() if found is not None}
-    source.view = View(PrefixCache(source.history, tokens), source.tokenizer)
+    earlier = source.earlier
+    cache = PrefixCache(source.history, tokens, None if earlier is None else earlier.runs())
+    source.view = View(cache, source.prompts.tokenizer, source.run_id)
     source.made_at = time.monotonic()
     source.made_in_s = source.made_at - begin
-
-
-@st.cache_resource(max_entries=2, show_spinner=False)
-def _tokenizer(model: str) -> Tokenizer:
-    """Raises `ModelError`."""
-    from backend.models.sources import resolve_source
-
-    return load_tokenizer(resolve_source(model))

@@ -22,6 +22,7 @@ RUN = "kv-run"
 STEP = "kv-at"  # the step that was scrubbed to; None: where the page begins
 FOLLOW = "kv-follow"
 REQUEST = "kv-prefix-request"  # that is looked into, as `kv_cache_map.request_name` names it
+BESIDE = "kv-with"  # a run whose waste is drawn below this one's; None: there is none
 ADDRESS = "kv-address"
 
 VIEW = "view"  # which of the page's tabs is open
@@ -31,7 +32,7 @@ MAX_POINTS = 300  # of the chart
 _MAX_TIMES = 10_000  # rows: runs with more steps have some of their times interpolated
 _MAX_LISTED = 200
 _SOURCE = "kv-source"
-_NAMES = ("run", "step", "request")  # in the address
+_NAMES = ("run", "step", "request", "with")  # in the address
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +67,15 @@ def pick(services: Services) -> Run | None:
     _follow_address(services, runs)
     if not runs:
         return None
-    st.selectbox("Run", list(runs), format_func=lambda run_id: _name(runs[run_id]), key=RUN, on_change=_begin_anew)
+    st.selectbox("Run", list(runs), format_func=lambda run_id: run_name(runs[run_id]), key=RUN, on_change=_begin_anew)
     return runs[st.session_state[RUN]]
 
 
 def write_address(run_id: int, step: int | None, request: str | None = None) -> None:
     """A step that is followed has no place in the address: who opens it follows as well."""
     wanted = {"run": str(run_id)}
-    wanted |= {name: str(value) for name, value in (("step", step), ("request", request)) if value is not None}
+    others = {"step": step, "request": request, "with": st.session_state.get(BESIDE)}
+    wanted |= {name: str(value) for name, value in others.items() if value is not None}
     st.session_state[ADDRESS] = tuple(wanted.get(name, "") for name in _NAMES)
     for name in _NAMES:
         if name in wanted and st.query_params.get(name) != wanted[name]:
@@ -120,6 +122,7 @@ def _follow_address(services: Services, runs: dict[int, Run]) -> None:
         state[STEP] = int(address[1]) if address[1].isdecimal() and asked in runs else None
         state[FOLLOW] = state[STEP] is None
         state[REQUEST] = address[2] or None
+        state[BESIDE] = _beside(services, address[3])
         if state[REQUEST] is not None and "view" not in st.query_params:
             state[VIEW] = PREFIX_CACHE
     if state.get(RUN) not in runs:
@@ -136,10 +139,21 @@ def _default(services: Services, runs: dict[int, Run]) -> int | None:
     return next(with_ledger, next(iter(runs), None))
 
 
+def _beside(services: Services, text: str) -> int | None:
+    asked = parse_run_id(text)
+    run = None if asked is None else services.repository.get(asked)
+    if run is not None and run.kind == "serve":
+        return run.run_id
+    if text:
+        st.warning(notes.plain(f"There is no run {text} to show beside. It may have been deleted."))
+    return None
+
+
 def _begin_anew() -> None:
-    st.session_state[STEP], st.session_state[FOLLOW], st.session_state[REQUEST] = None, True, None
+    state = st.session_state
+    state[STEP], state[FOLLOW], state[REQUEST], state[BESIDE] = None, True, None, None
 
 
-def _name(run: Run) -> str:
+def run_name(run: Run) -> str:
     """Of what does not change while the run goes on: the browser keeps the name that it has shown."""
     return f"{run.title}: {run.model}, {workload_text(run.workload)}"

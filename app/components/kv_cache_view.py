@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pandas as pd
 import streamlit as st
 
 from app import formatting
-from app.components import figures, kv_cache_controls, kv_cache_map, kv_cache_source, links, notes, palette
+from app.components import (
+    figures,
+    kv_cache_controls,
+    kv_cache_map,
+    kv_cache_source,
+    kv_cache_text,
+    kv_cache_waste,
+    links,
+    notes,
+)
 from app.components.activity import polled
 from app.components.bars import Share, share_bar
 from app.components.kv_cache_source import STEP, Source
 from app.components.kv_cache_steps import usage
+from app.components.kv_cache_waste_chart import parts_of
 from app.components.live_panel import POLL_S
 from app.services import Services
 from backend.metrics.kv_use import KVPool, KVUse, kv_use
@@ -38,6 +46,10 @@ into such pieces is free, and no request can get it:
 
 $$\\text{unusable slots} = \\text{block size} \\cdot (\\text{free blocks} \\bmod \\text{blocks of a piece})$$
 
+Over a run, a step counts by the slots that were held in it:
+
+$$\\text{waste} = \\sum_{\\text{steps}} \\text{wasted slots} \\Big/ \\sum_{\\text{steps}} \\text{held slots}$$
+
 Kwon et al. 2023, *Efficient Memory Management for Large Language Model Serving with PagedAttention*, sections 3.1 and 4.
 """
 
@@ -59,7 +71,7 @@ def show(services: Services, run: Run) -> None:
         return
     number = kv_cache_controls.step(source)
     kv_cache_source.write_address(run.run_id, number)
-    _step(source, number, run)
+    _step(services, source, number, run)
 
 
 def explanation() -> None:
@@ -78,7 +90,7 @@ def _follow(services: Services, run: Run | None) -> None:
         return
     number = source.steps[-1]
     st.session_state[STEP] = number
-    _step(source, number, run)
+    _step(services, source, number, run)
 
 
 def _nothing(run: Run) -> None:
@@ -91,7 +103,7 @@ def _nothing(run: Run) -> None:
         )
 
 
-def _step(source: Source, number: int, run: Run) -> None:
+def _step(services: Services, source: Source, number: int, run: Run) -> None:
     moment = source.history.at(number)
     if moment is None:
         st.info(
@@ -108,11 +120,12 @@ def _step(source: Source, number: int, run: Run) -> None:
     st.markdown(f"**{kv_cache_controls.describe(source, number)}**")
     with st.grid(3, min_column_width=260, gap=("small", "medium")) as grid:
         with grid.cell(column_span=2):
-            kv_cache_map.show(moment, use, source.num_blocks)
+            kv_cache_map.show(moment, use, source.num_blocks, kv_cache_text.asked(services, run, moment, use))
         with st.container():
             _sentences(moment.step)
             _slots(use)
             st.vega_lite_chart(*usage(source.rows, number))
+    kv_cache_waste.show(services, run, number)
     _requests(use)
     with st.expander("Raw data", icon=":material/data_object:"):
         st.caption("This step as JSON, with the blocks that each request holds:")
@@ -170,14 +183,7 @@ def _slots(use: KVUse) -> None:
     total = use.num_slots + use.num_unusable_slots
     if not total:
         return
-    parts: Sequence[tuple[str, int, str]] = (
-        ("with a token", use.num_slots - use.num_wasted_slots, palette.IN_USE),
-        ("unused in last blocks", use.num_unused_slots, palette.WAITING),
-        ("in empty blocks", use.num_reserved_slots, palette.FREE),
-        ("behind the window", use.num_passed_slots, palette.CACHED),
-        ("free, but too few for a request", use.num_unusable_slots, palette.BASELINE),
-    )
-    shares = [Share(label, amount, formatting.count(amount), colour) for label, amount, colour in parts if amount]
+    shares = [Share(label, amount, formatting.count(amount), colour) for label, amount, colour in parts_of(use)]
     title = "Slots in held blocks and unusable ones" if use.num_unusable_slots else "Slots in held blocks"
     share_bar(title, shares, formatting.count(total))
     if use.num_unknown:

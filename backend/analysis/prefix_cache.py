@@ -1,13 +1,14 @@
 """What the prefix cache did for each request of a run, and why it did not do more.
 
 A block's content is all tokens up to its end, so contents form a tree, and a request's full blocks are a path in it. What
-could be found at a moment comes from `PrefixHistory`, and which tokens those were from the run's prompts.
+could be found at a moment comes from `PrefixHistory`, and which tokens those were from the run's prompts. In a run that began
+with a warm cache, what earlier runs had left comes from `EarlierBlocks` and from their prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -28,10 +29,21 @@ FATES: tuple[Fate, ...] = ("cached", "new", "lost", "pending", "end")
 # empty, nothing: no block could be found; no prompt in the cache begins with the same token
 # differs, ends: from the nearest prompt; it has no further token
 # unfinished: the nearest request ended before it had computed this block, or waits to compute it
-# earlier: what was found is nobody's of this run
+# earlier: what was found is nobody's whose prompt is known
+# unknown: as nothing, but there were blocks of earlier runs whose tokens are not known
 # window: it is there, but not in the layers with a window
 CauseKind = Literal[
-    "last_token", "partial_block", "empty", "nothing", "differs", "ends", "unfinished", "earlier", "forked", "window"
+    "last_token",
+    "partial_block",
+    "empty",
+    "nothing",
+    "unknown",
+    "differs",
+    "ends",
+    "unfinished",
+    "earlier",
+    "forked",
+    "window",
 ]
 
 
@@ -48,7 +60,7 @@ class Stretch:
 class Nearest:
     """Of the prompts whose first block could be found, the one that shares most tokens; of equal ones the first."""
 
-    request_id: str
+    request_id: str  # maybe of an earlier run
     num_common: int  # first tokens, the same in both
     num_findable: int  # of its tokens, those in blocks that could be found
     token_ids: NDArray[np.uint32]  # its prompt, and its answer as far as there was one
@@ -64,7 +76,8 @@ class PromptFate:
     stretches: tuple[Stretch, ...]
     cause: CauseKind | BlockLife | Admission  # a block that was lost, or who was computing it
     nearest: Nearest | None
-    providers: tuple[str, ...]  # whose blocks it found; those of earlier runs have no name
+    providers: tuple[str, ...]  # whose blocks it found; those of earlier runs that are not known have no name
+    knows_all: bool = True  # whether all that could be found is of prompts that are known
 
     @property
     def num_cached_tokens(self) -> int:
@@ -74,19 +87,33 @@ class PromptFate:
         return sum(stretch.end - stretch.start for stretch in self.stretches if stretch.fate == fate)
 
 
+@dataclass(frozen=True, slots=True)
+class EarlierRuns:
+    """What is known of the runs that had filled the cache before a run began."""
+
+    lives: Sequence[BlockLife] = ()  # `EarlierBlocks.lives`
+    tokens: Mapping[str, RequestTokens] = field(default_factory=dict)  # of their requests that are known, in order
+
+
 class PrefixCache:
     """Args:
     history: of the run, as far as it has come.
     tokens: of the requests that are known.
+    earlier: for a run that began with a warm cache.
     """
 
-    def __init__(self, history: PrefixHistory, tokens: Mapping[str, RequestTokens]) -> None:
+    def __init__(
+        self, history: PrefixHistory, tokens: Mapping[str, RequestTokens], earlier: EarlierRuns | None = None
+    ) -> None:
         self.history = history
         self.tokens = tokens
         self.block_size = history.block_size
+        self._earlier = earlier or EarlierRuns()
         self._contents: dict[tuple[int, bytes], int] = {}  # (content of the block before or -1, tokens) -> content
+        self._earlier_paths = {key: self._path(known.token_ids) for key, known in self._earlier.tokens.items()}
         self.paths = {key: self._path(tokens[key].token_ids) for key in history.admissions if key in tokens}
         self._lives: dict[tuple[int, int], list[BlockLife]] = {}  # (content, group) -> in order
+        self._unknown: list[BlockLife] = []  # of which nobody knows the tokens
         self._index_lives()
         self._stretches: dict[str, tuple[Stretch, ...]] = {}
 
@@ -99,7 +126,8 @@ class PrefixCache:
             self.stretches(request_id),
             self._cause(admission),
             self._nearest(admission),
-            tuple(dict.fromkeys(life.owner for group in admission.found for life in group if life and life.owner)),
+            self._providers(admission),
+            not self._has_unknown(admission),
         )
 
     def stretches(self, request_id: str) -> tuple[Stretch, ...]:
@@ -140,11 +168,32 @@ class PrefixCache:
             for index, life in enumerate(group)
             if life is not None
         }
+        for life in self._earlier.lives:  # before the same ones of the history, which do not know whose they are
+            path = self._earlier_paths.get(life.owner or "", ())
+            if life.index < len(path):
+                self._lives.setdefault((path[life.index], life.group), []).append(life)
+            elif not path:
+                self._unknown.append(life)
         for life in self.history.lives:
             path = self.paths.get(life.owner or "", ())
             content = path[life.index] if life.index < len(path) else found.get(id(life))
             if content is not None:
                 self._lives.setdefault((content, life.group), []).append(life)
+            elif not path and (life.owner or not self._earlier.lives):
+                self._unknown.append(life)
+
+    def _has_unknown(self, admission: Admission) -> bool:
+        return any(life.is_findable(admission.at) for life in self._unknown)
+
+    def _providers(self, admission: Admission) -> tuple[str, ...]:
+        path, names = self.paths[admission.request_id], {}
+        for group, lives in enumerate(admission.found):
+            for index, life in enumerate(lives):
+                if life is None or admission.is_forked:
+                    continue
+                same = [life, *self._lives.get((path[index], group), ())]
+                names |= dict.fromkeys([it.owner for it in same if it.owner and it.is_findable(admission.at)][:1])
+        return tuple(names)
 
     def _is_findable(self, content: int, at: int) -> bool:
         """In all KV groups that need it: of those with a window a later block may do."""
@@ -199,25 +248,26 @@ class PrefixCache:
         if common < index * self.block_size:
             return "earlier"
         if nearest is None or not common:
-            return "nothing"
+            return "unknown" if self._has_unknown(admission) else "nothing"
         if common >= (index + 1) * self.block_size:
             return "unfinished"
         return "ends" if common == len(nearest.token_ids) else "differs"
 
     def _nearest(self, admission: Admission) -> Nearest | None:
         prompt, best = self.tokens[admission.request_id].prompt, None
-        for other, path in self.paths.items():
-            before = self.history.admissions[other]
-            if before.at >= admission.at or not path or not self._is_findable(path[0], admission.at):
+        for other, path in (*self._earlier_paths.items(), *self.paths.items()):
+            before = self.history.admissions.get(other)  # None: in an earlier run
+            if before is not None and before.at >= admission.at:
                 continue
-            tokens = self.tokens[other]
+            if not path or not self._is_findable(path[0], admission.at):
+                continue
+            tokens = self._earlier.tokens[other] if before is None else self.tokens[other]
             token_ids, common = tokens.token_ids, num_common(prompt, tokens.token_ids)
             if best is not None and common <= best.num_common:
                 continue
             num_findable = self._num_findable(path, admission.at)
-            if (
-                self.history.ends.get(other, admission.at + 1) > admission.at
-            ):  # of its answer, what is sure to have been there
+            if before is not None and self.history.ends.get(other, admission.at + 1) > admission.at:
+                # Of its answer, what is sure to have been there.
                 token_ids = token_ids[: max(tokens.num_prompt_tokens, num_findable)]
                 common = min(common, len(token_ids))
             if best is None or common > best.num_common:

@@ -57,6 +57,11 @@ def _why(fate: PromptFate, block_size: int, name: Callable[[str], str]) -> list[
             return ["The cache was empty: no block could be found by anybody."]
         case "nothing":
             return ["Nothing like it was cached: no prompt in the cache began with its first token."]
+        case "unknown":
+            return [
+                "No prompt that is known here began with its first token; blocks of earlier runs whose prompts are not known "
+                "could be found as well."
+            ]
         case "earlier":
             return ["What it found was left by an earlier run, whose prompts are not known here."]
         case "window":
@@ -67,23 +72,23 @@ def _why(fate: PromptFate, block_size: int, name: Callable[[str], str]) -> list[
         case "forked":
             return ["It is another sample of a prompt, and began with the blocks of the sample that had computed it."]
     assert nearest is not None
-    other = f"request {name(nearest.request_id)}"
+    other, known = f"request {name(nearest.request_id)}", "" if fate.knows_all else " that is known"
     match cause:
         case "differs":
             where = "prompt" if nearest.num_common < nearest.num_prompt_tokens else "answer"
             return [
-                f"It differs at token {nearest.num_common:,} of {other}'s {where}, the nearest.",
+                f"It differs at token {nearest.num_common:,} from the {where} of {other}, the nearest{known}.",
                 *_alike(fate, nearest, block_size),
             ]
         case "ends":
             return [
-                f"The nearest is {other}, whose prompt and answer end with token {nearest.num_common - 1:,}.",
+                f"The nearest{known} is {other}, whose prompt and answer end with token {nearest.num_common - 1:,}.",
                 *_alike(fate, nearest, block_size),
             ]
         case "unfinished":
             return [
-                f"The nearest is {other}, which has the same {_tokens(nearest.num_common)}, but had not computed the block "
-                f"of {block} and was not running."
+                f"The nearest{known} is {other}, which has the same {_tokens(nearest.num_common)}, but had not computed the "
+                f"block of {block} and was not running."
             ]
     raise AssertionError(cause)
 
@@ -100,15 +105,18 @@ def _alike(fate: PromptFate, nearest: Nearest, block_size: int) -> list[str]:
 
 
 def _lost(life: BlockLife, block: str, name: Callable[[str], str]) -> list[str]:
+    since = f" from step {life.begin_step:,} on" if life.begin or life.owner is None else ""
     computed = "left by an earlier run" if life.owner is None else f"computed by request {name(life.owner)}"
-    begun = f"The next block, {block}, had been in the cache from step {life.begin_step:,} on, {computed}"
+    begun = f"The next block, {block}, had been in the cache{since}, {computed}"
+    place = "in" if life.how == "evicted" else "before"
+    when = f"{place} step {life.end_step:,}" if life.end else "before this run began"
     match life.how:
         case "evicted":
             by = "" if life.taken_by is None else f" to make room for request {name(life.taken_by)}"
-            return [f"{begun}. It was evicted in step {life.end_step:,}{by}."]
+            return [f"{begun}. It was evicted {when}{by}."]
         case "reset":
-            return [f"{begun}. The cache was reset before step {life.end_step:,}."]
-    return [f"{begun}. It was withdrawn before step {life.end_step:,}: that request's logits turned out to be damaged."]
+            return [f"{begun}. The cache was reset {when}."]
+    return [f"{begun}. It was withdrawn {when}: that request's logits turned out to be damaged."]
 
 
 def _requests(request_ids: Sequence[str], name: Callable[[str], str]) -> str:

@@ -81,6 +81,11 @@ class KVUse:
         return self.num_unused_slots + self.num_reserved_slots + self.num_passed_slots
 
     @property
+    def num_used_slots(self) -> int:
+        """With a token that somebody will look at, or may: see `num_unknown`."""
+        return self.num_slots - self.num_wasted_slots
+
+    @property
     def wasted_share(self) -> float | None:
         """`num_wasted_slots` of all that are held, 0…1; None when nothing is held."""
         return self.num_wasted_slots / self.num_slots if self.num_slots else None

@@ -137,12 +137,14 @@ def test_each_reason_in_words() -> None:
     first = list(range(100, 122))
     assert after(lab, "a", first) == "The cache was empty: no block could be found by anybody."
     assert after(lab, "b", [7, *first]).startswith("Nothing like it was cached")
-    assert "differs at token 11 of request a's prompt" in after(lab, "c", [*first[:11], 5, *range(9)])
+    assert "differs at token 11 from the prompt of request a, the nearest." in after(
+        lab, "c", [*first[:11], 5, *range(9)]
+    )
     assert "The 3 tokens before that are the same in both, but do not fill a block" in why(lab, "c")
     assert "The other 2 tokens could not" in after(lab, "d", first)
     assert "so all 4 tokens of the last block run" in after(lab, "e", first[:20])
     turn = [*first, *generate(first, 6), 1, 2, 3, 4, 5]
-    assert "differs at token 23 of request a's prompt" not in after(lab, "f", turn)
+    assert "differs at token 23 from the prompt of request a" not in after(lab, "f", turn)
     assert "whose prompt and answer end with token 22" in why(lab, "f"), "an answer of one token"
     assert "20 of its 33 prompt tokens (60.6 %)" in fate_sentences(lab.cache().fate("f"), 4)[0]
     assert fate_sentences(lab.cache().fate("f"), 4)[0].endswith("computed by request a.")

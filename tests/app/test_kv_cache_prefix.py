@@ -152,7 +152,7 @@ def test_of_the_samples_of_a_prompt_the_first_counts() -> None:
     history = PrefixHistory(4)
     assert history.extend(lab.reader())
     known = {request.request_id: tokens_of(request) for request in (first, *samples)}
-    view = View(PrefixCache(history, known), None)
+    view = View(PrefixCache(history, known), None, 1)
     assert list(view.by_name) == ["0", "1/0", "1/1", "1/2"]
     assert view.measured == ["run1-0", "run1-1/0"]
     assert view.sums["cached"] == samples[0].num_cached_tokens == 20
@@ -176,14 +176,14 @@ def test_tokens_are_text_where_there_is_any() -> None:
 def test_two_prompts_beside_each_other_are_escaped_and_marked() -> None:
     ours, theirs = (np.array([ord(it) for it in text], np.uint32) for text in ("common start<b>", "common start&c"))
     fate = PromptFate(None, ours, (), "differs", None, ())  # type: ignore[arg-type]
-    text = comparison_html(fate, Nearest("run1-4", 12, 8, theirs, 14), "7", Letters())  # type: ignore[arg-type]
+    text = comparison_html(fate, Nearest("run1-4", 12, 8, theirs, 14), "7", "4", Letters())  # type: ignore[arg-type]
     assert "First token that differs: 12 (id 60 and id 38)" in text
     assert ">&lt;</span>" in text
     assert ">&amp;</span>" in text
     assert "Request 7" in text
     assert "Request 4, the nearest in the cache" in text
     assert "ends here" not in text
-    short = comparison_html(fate, Nearest("run1-4", 12, 8, theirs[:12], 12), "7", None)
+    short = comparison_html(fate, Nearest("run1-4", 12, 8, theirs[:12], 12), "7", "4", None)
     assert "ends here" in short
     assert "(id 60 and no token)" in short
 
