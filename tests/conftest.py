@@ -2,16 +2,21 @@
 
 No test touches the user's database: `SERVELAB_DATABASE_URL` points into a temporary folder, one per test run and, within
 a test, one per test. Models are shared with the user (`backend.paths.models_home`), so that a machine fetches them once.
+
+No test fails because a machine is slow, or because of what ran before it: which files share a process is chance.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from backend.compat import configure_cpu_environment
 from backend.models.sources import ModelSource, ensure_model
@@ -19,6 +24,10 @@ from backend.models.sources import ModelSource, ensure_model
 # Before anything imports torch: tests run beside each other, and tiny matrices gain nothing from more threads.
 configure_cpu_environment()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# On top of what Hypothesis itself chooses, which is another profile in continuous integration.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 _session_home = pytest.StashKey[Path]()
 
@@ -50,6 +59,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def isolated_database(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each test has a database of its own."""
     monkeypatch.setenv("SERVELAB_DATABASE_URL", f"sqlite:///{tmp_path / 'servelab.db'}")
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Where a test draws without a seed of its own, it draws what it would draw alone."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -246,7 +246,7 @@ def test_export_follows_links_and_keeps_what_it_cannot_replace(cli: Cli, tmp_pat
     os.mkfifo(fifo)
     with subprocess.Popen(["cat", str(fifo)], stdout=subprocess.PIPE) as reader:
         assert cli(*arguments, str(fifo))[0] == 0
-        assert reader.communicate(timeout=10)[0] == whole
+        assert reader.communicate(timeout=60)[0] == whole
     assert fifo.is_fifo()
 
     full = tmp_path / "full"

@@ -17,19 +17,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ports import unused_port
+from tests.waiting import PATIENCE_S, until
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A dashboard started from `folder`, once it answers."""
-    port = free_port()
+    port = unused_port()
     environment = os.environ | {"SERVELAB_DATABASE_URL": f"sqlite:///{folder / 'app.db'}", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-m", "app.cli", "app", "--port", str(port)],
@@ -48,7 +45,7 @@ def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def _wait_until_healthy(process: subprocess.Popen[str], port: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 2 * PATIENCE_S
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[0]
         with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=2) as answer:
@@ -56,6 +53,13 @@ def _wait_until_healthy(process: subprocess.Popen[str], port: int) -> None:
             return
         time.sleep(0.1)
     raise AssertionError("the dashboard does not answer")
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -72,11 +76,11 @@ def test_a_signal_ends_the_dashboard_and_all_it_started(number: signal.Signals, 
         assert busy.stderr.startswith(f"error: port {port} is in use on 127.0.0.1")
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         process.send_signal(number)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, output
         assert f"http://127.0.0.1:{port}" in output
         assert "Traceback" not in output
-        assert not [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+        until(lambda: all(has_ended(member) for member in family))
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))

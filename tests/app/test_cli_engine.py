@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ from backend.engine.engine_host import EngineHost
 from backend.errors import EngineError
 from backend.models.sources import resolve_source
 from backend.tokenizer import load_tokenizer
+from db.run_rows import Row
 from tests.helpers import make_tiny_llama
+from tests.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--set", "model.name=dummy:tiny", "--set", "model.device=cpu", "--set", "cache.cpu_bytes=4194304"]
@@ -299,9 +300,17 @@ def wait_for_line(process: subprocess.Popen[str], wanted: str) -> None:
     assert wanted in (line.strip() for line in process.stderr)
 
 
+def finished_requests(database: Path) -> list[Row]:
+    """Of its only run, the warm-up left out."""
+    with Services.open(f"sqlite:///{database}") as opened:
+        (run,) = opened.repository.list()
+        requests = opened.repository.requests(run.run_id)
+    return [request for request in requests if request["status"] == "finished" and not request["warmup"]]
+
+
 def test_a_signal_ends_what_runs_and_keeps_what_is_finished(tmp_path: Path) -> None:
     endless_run = [
-        *("run", "--json", *SMALL, "--set", "workload.source.kind=synthetic", "--set", "workload.output_len=8"),
+        *("run", "--json", *SMALL, "--set", "workload.source.kind=synthetic", "--set", "workload.output_len=64"),
         *("--set", "workload.source.num_requests=20000", "--set", "workload.source.prompt_len=4"),
         *("--set", "workload.arrivals.kind=closed_loop"),
     ]
@@ -313,22 +322,20 @@ def test_a_signal_ends_what_runs_and_keeps_what_is_finished(tmp_path: Path) -> N
 
     wait_for_line(generating, "loading")
     generating.send_signal(signal.SIGINT)
-    out, err = generating.communicate(timeout=30)
+    out, err = generating.communicate(timeout=PATIENCE_S)
     assert (generating.returncode, out) == (130, ""), err
     assert "Traceback" not in err
 
-    for process in runs.values():
-        wait_for_line(process, "running")
-    time.sleep(1.5)
     for number, process in runs.items():
+        wait_for_line(process, "running")
+        until(lambda number=number: finished_requests(tmp_path / f"{number}.db"))
         process.send_signal(number)
     for number, process in runs.items():
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=PATIENCE_S)
         assert "Traceback" not in err
         with Services.open(f"sqlite:///{tmp_path / f'{number}.db'}") as opened:
             (stored,) = opened.repository.list()
-            requests = opened.repository.requests(stored.run_id)
-        assert [request for request in requests if request["status"] == "finished" and not request["warmup"]]
+        assert finished_requests(tmp_path / f"{number}.db")
         if number == signal.SIGKILL:
             assert (process.returncode, out, stored.status) == (-number, "", "interrupted")
         else:

@@ -12,6 +12,7 @@ from app.cli import main
 from app.components import widgets
 from app.services import Services
 from tests.app.pages import page, press
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def test_page_and_command_line_run_the_same(real_services: Services, capsys: pyt
     app.number_input(key=widgets.key_of("workload.output_len.value")).set_value(9)
     app.number_input(key=widgets.key_of("workload.sampling.temperature")).set_value(0.7).run()
     press(app, "Start")
-    end = real_services.queue.wait(1, timeout=60)
+    end = real_services.queue.wait(1, timeout=PATIENCE_S)
     assert end is not None
     assert end.status == "finished"
 

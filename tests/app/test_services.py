@@ -15,6 +15,7 @@ from backend.errors import ConfigError, DatabaseError, EngineError, ModelError, 
 from backend.workload.spec import Workload
 from db.repository import RunRepository
 from db.session import Database
+from tests.waiting import PATIENCE_S, until
 
 CONFIG = EngineConfig.from_dict({"model": {"name": "dummy:tiny", "device": "cpu"}, "cache": {"cpu_bytes": 2**22}})
 SHORT = Workload().with_overrides({"source.limit": 4, "output_len": 4})
@@ -24,7 +25,7 @@ ENDLESS = Workload().with_overrides(
         "source.num_requests": 20_000,
         "source.prompt_len": 4,
         "arrivals.kind": "closed_loop",
-        "output_len": 8,
+        "output_len": 64,
     }
 )
 
@@ -40,7 +41,7 @@ class IdleHost:
         self.closed = False
 
     def load(self, config: EngineConfig, on_phase: Callable[[Any], None]) -> Any:
-        self.go_on.wait(10)
+        self.go_on.wait(PATIENCE_S)
         raise EngineError("nothing to load")
 
     def close(self) -> None:
@@ -70,7 +71,7 @@ def test_nothing_is_built_before_it_is_needed() -> None:
 def test_an_ended_run_is_on_disk() -> None:
     with Services.open() as services:
         run_id = start_run(services, CONFIG, SHORT, "label")
-        end = services.queue.wait(run_id, timeout=60)
+        end = services.queue.wait(run_id, PATIENCE_S)
         assert end is not None
         assert end.status == "finished", end.error
         with Services.open() as other:  # another connection sees what was committed
@@ -89,11 +90,7 @@ def test_closing_cancels_and_records_what_runs_and_what_waits() -> None:
     services = Services.open()
     first = start_run(services, CONFIG, ENDLESS)
     second = start_run(services, CONFIG, SHORT)
-    for _ in range(600):
-        live = services.queue.live(first)
-        if live is not None and live.num_finished > 2:
-            break
-        threading.Event().wait(0.1)
+    until(lambda: (live := services.queue.live(first)) is not None and live.num_finished > 2)
     services.close()
     services.close()
     with Services.open() as later:
@@ -156,7 +153,7 @@ def test_a_database_file_that_is_deleted_meanwhile_is_told_after_the_run(tmp_pat
         run_id = start_run(services, CONFIG, SHORT)
         (tmp_path / "servelab.db").unlink()
         host.go_on.set()
-        assert services.queue.wait(run_id, timeout=30) is not None
+        assert services.queue.wait(run_id, PATIENCE_S) is not None
         said = f"run #{run_id} is not fully recorded: the database file is gone"
         assert services.recording_error(run_id) == said
 
@@ -170,7 +167,7 @@ def test_lost_records_are_told_after_the_run(monkeypatch: pytest.MonkeyPatch) ->
     host.go_on.set()
     with Services(Database.open(), lambda: host) as services:  # type: ignore[arg-type, return-value]
         run_id = start_run(services, CONFIG, SHORT)
-        end = services.queue.wait(run_id, timeout=30)
+        end = services.queue.wait(run_id, PATIENCE_S)
         assert end is not None
         assert end.status == "failed"
         assert "the disk is full" in (services.recording_error(run_id) or "")

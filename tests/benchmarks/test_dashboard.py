@@ -22,13 +22,15 @@ from app.components import sidebar as sidebar_panel
 from backend.config import EngineConfig
 from backend.errors import EngineError
 from backend.workload.spec import Workload
-from benchmarks import dashboard, engine
+from benchmarks import dashboard, dashboard_server, engine
 from benchmarks.dashboard import DashboardBenchmark, dashboard_figures, decode_intervals
 from benchmarks.dashboard_server import DashboardServer
 from benchmarks.dashboard_viewer import Viewer
 from benchmarks.figures import Figure
 from db.repository import RunRepository
 from db.session import Database
+from tests.ports import unused_port
+from tests.waiting import until
 
 CONFIG = EngineConfig.from_dict({"model": {"name": "dummy:tiny", "device": "cpu"}, "cache": {"cpu_bytes": 2**22}})
 OPTIONS = argparse.Namespace(repeats=1, input_len=8, output_len=64, dashboard_batches=[2], dashboard_clients=1)
@@ -56,11 +58,29 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardServer
         yield server
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ports() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dashboard_server, "_free_port", unused_port)
+        yield
+
+
+def measured(server: DashboardServer, monkeypatch: pytest.MonkeyPatch) -> Figure:
+    """A figure from passes that are long enough for a look at them, on a machine that may be busy."""
+    for pass_s in (3.5, 10.0, 30.0, 90.0):
+        monkeypatch.setattr(dashboard, "PASS_S", pass_s)
+        try:
+            return DashboardBenchmark("dummy:tiny", CONFIG, OPTIONS, server).measure("dashboard 2", 2)
+        except EngineError as error:
+            if "no live figures came" not in str(error) and "the run is over before" not in str(error):
+                raise
+    raise AssertionError("no look in a minute and a half")
+
+
 def test_a_share_is_that_of_recorded_runs_with_a_viewer_and_without(
     server: DashboardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dashboard, "PASS_S", 3.5)  # a busy machine draws a page in a second
-    figure = DashboardBenchmark("dummy:tiny", CONFIG, OPTIONS, server).measure("dashboard 2", 2)
+    figure = measured(server, monkeypatch)
     details = figure.details
     headless, polling = details["headless_tok_s"], details["polling_tok_s"]
     assert (figure.name, figure.unit, figure.error) == ("dashboard 2", "share", None)
@@ -70,7 +90,7 @@ def test_a_share_is_that_of_recorded_runs_with_a_viewer_and_without(
     assert details["bytes"] > 10_000 * details["looks"], "each has three charts"
     with closing(Database.open(server.database_url)) as database:
         repository = RunRepository(database)
-        warm_up, first_watched, *passes = reversed(repository.list())
+        warm_up, first_watched, *passes = reversed(repository.list()[:4])  # of those before, no look came
         assert all(run.status == "finished" for run in (warm_up, first_watched, *passes))
         skipped = int(dashboard.LEAD_S / statistics.median(decode_intervals(repository.steps(warm_up.run_id), 2)))
         throughputs = []
@@ -83,34 +103,49 @@ def test_a_share_is_that_of_recorded_runs_with_a_viewer_and_without(
 
 
 def test_a_viewer_follows_a_run_and_rests_without_one(server: DashboardServer) -> None:
-    seconds, rate = 5, 4
+    # A busy machine may take seconds to draw the page, and the first look comes a second later.
+    assert any(viewer_looks(server, seconds) for seconds in (5, 20, 60))
+
+
+def viewer_looks(server: DashboardServer, seconds: int) -> bool:
+    """Whether a viewer looks at a run of so many seconds; that it does no more than that, and nothing after the run."""
+    rate = 4
     paced = workload(**{"source.num_requests": seconds * rate, "arrivals.kind": "constant", "arrivals.rate": rate})
     with closing(Viewer(server.url)) as viewer:
         viewer.wait_until_drawn()
         widgets = dict(viewer._widgets)
         assert len(widgets) > 30, "the form's"
+        begin = time.perf_counter()
         server.start_run(CONFIG, paced)
         viewer.draw()
         viewer.wait_until_drawn()
         assert viewer._widgets == widgets, "the page takes the states that came with the rerun for those it had drawn"
         server.wait_for_run()
-        during = viewer.seen()
-        assert 1 <= len(during.look_s) <= seconds / live_panel.POLL_S
+        during, elapsed_s = viewer.seen(), time.perf_counter() - begin
+        assert len(during.look_s) <= elapsed_s / live_panel.POLL_S
         sidebar = during.reruns - len(during.look_s)
-        assert sidebar <= seconds / sidebar_panel.POLL_S + 1
-        time.sleep(2 * live_panel.POLL_S)  # the next look finds no run and draws the page anew
-        after = viewer.seen()
-        assert len(after.draw_s) == 3
-        time.sleep(1.2 * sidebar_panel.POLL_S)
-        assert viewer.seen() == after, "nothing is polled while nothing runs"
+        assert sidebar <= elapsed_s / sidebar_panel.POLL_S + 1
+        if not during.look_s:
+            return False
+        until(lambda: len(viewer.seen().draw_s) == 3)  # the next look finds no run and draws the page anew
+        until(lambda: rests(viewer))
+        assert len(viewer.seen().draw_s) == 3
+    return True
+
+
+def rests(viewer: Viewer) -> bool:
+    before = viewer.seen()
+    time.sleep(1.2 * sidebar_panel.POLL_S)
+    return viewer.seen() == before
 
 
 def test_a_run_that_is_over_before_a_look_gives_no_figure(
     server: DashboardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard, "PASS_S", 0.01)
+    options = argparse.Namespace(**vars(OPTIONS) | {"output_len": 4})
     with pytest.raises(EngineError, match="no live figures came to a viewer"):
-        DashboardBenchmark("dummy:tiny", CONFIG, OPTIONS, server).measure("dashboard 2", 2)
+        DashboardBenchmark("dummy:tiny", CONFIG, options, server).measure("dashboard 2", 2)
 
 
 def test_a_run_that_is_refused_or_fails_is_named_and_the_server_goes_on(server: DashboardServer) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from backend.config import EngineConfig
+from backend.experiments.flight import Flight
 from backend.models.dummy import DUMMY_SHAPES
 from benchmarks import engine, idle, table
 from benchmarks.figures import Figure, attempt
@@ -94,11 +95,19 @@ def test_a_pass_without_an_end_is_cut_off(tmp_path: Path) -> None:
     benchmark = BenchmarkEngine(
         EngineConfig().with_overrides({"model.name": "dummy:tiny", "model.device": "cpu"}), database
     )
-    cancel, in_flight = threading.Event(), {}
-    timer = threading.Timer(0.3, cancel.set)
-    timer.start()
+    in_flight: dict[str, Flight] = {}
+
+    class OnceAllHaveTokens(threading.Event):
+        """The host's thread adds tokens until the driver, which asks, has aborted the requests."""
+
+        def is_set(self) -> bool:
+            flights = list(in_flight.values())
+            if len(flights) == len(requests) and all(flight.token_ids for flight in flights):
+                self.set()
+            return super().is_set()
+
     requests = random_requests([(16, IDLE_OUTPUT_LEN)] * 2, 512)
-    ended = benchmark.run(requests, recorded=True, cancel=cancel, in_flight=in_flight)
+    ended = benchmark.run(requests, recorded=True, cancel=OnceAllHaveTokens(), in_flight=in_flight)
     benchmark.close()
     database.close()
     assert ended.status == "cancelled"

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from tests.browser.pages import PATIENCE_MS, open_page
 from tests.browser.server import Dashboard, browser_path, running_dashboard
 
-_PATIENCE_MS = 60_000  # the engine and the browser share the cores
 _ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -23,7 +23,7 @@ _ARGUMENTS = [
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    expect.set_options(timeout=_PATIENCE_MS)
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path(), args=_ARGUMENTS)
         yield browser
@@ -38,7 +38,5 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
 
 @pytest.fixture
 def page(chromium: Browser) -> Iterator[Page]:
-    context = chromium.new_context(viewport={"width": 1440, "height": 900})
-    context.set_default_timeout(_PATIENCE_MS)
-    yield context.new_page()
-    context.close()
+    with open_page(chromium) as page:
+        yield page

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,11 +18,12 @@ import pytest
 
 from db.repository import RunRepository
 from db.session import Database
+from tests.ports import unused_port
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-_START_TIMEOUT_S = 60
-_STOP_TIMEOUT_S = 30
+_START_TIMEOUT_S = 120
+_STOP_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def require_browser() -> None:
 def running_dashboard(folder: Path) -> Iterator[Dashboard]:
     """`servelab app` with a database in `folder`; SIGTERM must end it."""
     database_url = f"sqlite:///{folder / 'servelab.db'}"
-    port = _free_port()
+    port = unused_port()
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "app.cli", "app", "--port", str(port)],
@@ -75,12 +75,6 @@ def running_dashboard(folder: Path) -> Iterator[Dashboard]:
     finally:
         process.kill()
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -11,27 +11,15 @@ import time
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from tests.browser.pages import asking, open_page, settle, visit
 from tests.browser.server import Dashboard, require_browser
 
 require_browser()
 pytestmark = pytest.mark.browser
 
-OUTPUT_TOKENS = 20
+OUTPUT_TOKENS = 60  # the run goes on while its page is drawn twice, on a machine where that takes long
 RUN_TIMEOUT_MS = 180_000  # on a fresh machine the first run fetches its model
 ROW_HEIGHT = 35
-
-
-def visit(page: Page, address: str) -> None:
-    page.goto(address)
-    settle(page)
-
-
-def settle(page: Page) -> None:
-    """Wait until the page is drawn, and make sure that it shows no exception."""
-    page.wait_for_timeout(300)  # a click takes a moment to reach the server
-    app = '[data-testid="stApp"][data-test-script-state="notRunning"][data-test-connection-state="CONNECTED"]'
-    page.wait_for_selector(app)
-    expect(page.get_by_test_id("stException")).to_have_count(0)
 
 
 def enter(page: Page, label: str, value: str) -> None:
@@ -60,8 +48,8 @@ def tick(page: Page, *rows: int) -> None:
     for row in rows:
         box = page.get_by_test_id("stDataFrame").bounding_box()
         assert box is not None
-        page.mouse.click(box["x"] + 16, box["y"] + ROW_HEIGHT * (row + 1) + ROW_HEIGHT // 2)
-        settle(page)
+        with asking(page):
+            page.mouse.click(box["x"] + 16, box["y"] + ROW_HEIGHT * (row + 1) + ROW_HEIGHT // 2)
 
 
 def test_first_run_is_watched_reloaded_and_finished(dashboard: Dashboard, page: Page, chromium: Browser) -> None:
@@ -86,10 +74,9 @@ def test_first_run_is_watched_reloaded_and_finished(dashboard: Dashboard, page: 
     page.set_viewport_size({"width": 800, "height": 700})
     visit(page, f"{dashboard.url}/run")
     expect(page.get_by_role("heading", name="Run #1")).to_be_visible()
-    other = chromium.new_page()
-    visit(other, f"{dashboard.url}/run")
-    expect(other.get_by_role("heading", name="Run #1")).to_be_visible()
-    other.close()
+    with open_page(chromium) as other:
+        visit(other, f"{dashboard.url}/run")
+        expect(other.get_by_role("heading", name="Run #1")).to_be_visible()
     expect(page.get_by_role("link", name="Details of #1")).to_be_visible(timeout=RUN_TIMEOUT_MS)
     settle(page)
     run = dashboard.repository.get(1)
@@ -187,10 +174,8 @@ ADDRESSES = [
 def test_every_page_fits_and_shows_no_exception(
     dashboard: Dashboard, chromium: Browser, width: int, scheme: str
 ) -> None:
-    context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
-    page = context.new_page()
-    for address in ADDRESSES:
-        visit(page, f"{dashboard.url}/{address}")
-        overflow = "element => element.scrollWidth - element.clientWidth"
-        assert page.get_by_test_id("stMain").evaluate(overflow) <= 0, f"{address} is wider than {width} px"
-    context.close()
+    with open_page(chromium, viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
+        for address in ADDRESSES:
+            visit(page, f"{dashboard.url}/{address}")
+            overflow = "element => element.scrollWidth - element.clientWidth"
+            assert page.get_by_test_id("stMain").evaluate(overflow) <= 0, f"{address} is wider than {width} px"

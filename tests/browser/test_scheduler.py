@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from backend.metrics.ledger import LEDGER_KIND
 from backend.metrics.ledger_format import LedgerStep
 from backend.metrics.ledger_reader import LedgerReader
+from tests.browser.pages import open_page, settle, until, visit
 from tests.browser.server import Dashboard, require_browser, running_dashboard
 
 require_browser()
@@ -61,17 +62,6 @@ def steps_of(dashboard: Dashboard, run_id: int) -> list[LedgerStep]:
     reader = LedgerReader(dashboard.repository.chunks(run_id, LEDGER_KIND))
     steps = [reader.step(number) for number in reader.steps]
     return [step for step in steps if not any("warmup" in entry.request_id for entry in step.entries)]
-
-
-def visit(page: Page, address: str) -> None:
-    page.goto(address)
-    settle(page)
-
-
-def settle(page: Page) -> None:
-    page.wait_for_timeout(300)  # a click takes a moment to reach the server
-    page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]')
-    expect(page.get_by_test_id("stException")).to_have_count(0)
 
 
 def bars(page: Page, run_id: int, request: int | None = None) -> Locator:
@@ -159,8 +149,7 @@ def test_dragging_over_the_steps_zooms_and_the_whole_run_comes_back(dashboard: D
     page.mouse.up()
     expect(page).to_have_url(re.compile(r"from=[\d.]+&to=[\d.]+$"))
     settle(page)
-    shown = bars(page, CONTINUOUS)
-    assert 0 < shown.count() < everything
+    until(page, lambda: 0 < bars(page, CONTINUOUS).count() < everything)  # a chart is drawn after its page
     page.get_by_role("button", name="Whole run").click()
     settle(page)
     expect(bars(page, CONTINUOUS, 23).first).to_be_attached()
@@ -168,15 +157,13 @@ def test_dragging_over_the_steps_zooms_and_the_whole_run_comes_back(dashboard: D
 
 @pytest.mark.parametrize(("width", "scheme"), [(1440, "dark"), (420, "light")])
 def test_it_fits(dashboard: Dashboard, chromium: Browser, width: int, scheme: str) -> None:
-    context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
-    page = context.new_page()
-    visit(page, f"{dashboard.url}/scheduler?run={STATIC}&beside={CONTINUOUS}&request=5")
-    expect(bars(page, CONTINUOUS, 23).first).to_be_attached()
-    main = page.get_by_test_id("stMain")
-    assert main.evaluate("element => element.scrollWidth - element.clientWidth") <= 0
-    frames = [chart.bounding_box() for chart in page.get_by_test_id("stVegaLiteChart").all()]
-    assert len(frames) == 10, "three a run and two for the request in each"
-    for frame in frames:
-        assert frame is not None
-        assert frame["x"] + frame["width"] <= width
-    context.close()
+    with open_page(chromium, viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
+        visit(page, f"{dashboard.url}/scheduler?run={STATIC}&beside={CONTINUOUS}&request=5")
+        expect(bars(page, CONTINUOUS, 23).first).to_be_attached()
+        main = page.get_by_test_id("stMain")
+        assert main.evaluate("element => element.scrollWidth - element.clientWidth") <= 0
+        frames = [chart.bounding_box() for chart in page.get_by_test_id("stVegaLiteChart").all()]
+        assert len(frames) == 10, "three a run and two for the request in each"
+        for frame in frames:
+            assert frame is not None
+            assert frame["x"] + frame["width"] <= width

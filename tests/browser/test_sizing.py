@@ -9,23 +9,11 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from backend.analysis.presets import MODEL_PRESETS
+from tests.browser.pages import open_page, settle, visit
 from tests.browser.server import Dashboard, require_browser
 
 require_browser()
 pytestmark = pytest.mark.browser
-
-
-def settle(page: Page) -> None:
-    """Wait until the page is drawn, and make sure that it shows no exception."""
-    page.wait_for_timeout(300)  # a click takes a moment to reach the server
-    app = '[data-testid="stApp"][data-test-script-state="notRunning"][data-test-connection-state="CONNECTED"]'
-    page.wait_for_selector(app)
-    expect(page.get_by_test_id("stException")).to_have_count(0)
-
-
-def visit(page: Page, address: str) -> None:
-    page.goto(address)
-    settle(page)
 
 
 def choose(page: Page, label: str, option: str) -> None:
@@ -90,10 +78,8 @@ def test_a_model_is_sized_linked_pasted_and_corrected(dashboard: Dashboard, page
 
 @pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (420, "dark")])
 def test_the_page_fits_in_every_state(dashboard: Dashboard, chromium: Browser, width: int, scheme: str) -> None:
-    context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
-    page = context.new_page()
-    for query in ("llm=Llama-3-8B", "llm=Gemma-3-4B&card=typed", "llm=DeepSeek-V3&kv=int4", "llm=pasted&prompt=x"):
-        visit(page, f"{dashboard.url}/sizing?{query}")
-        overflow = "element => element.scrollWidth - element.clientWidth"
-        assert page.get_by_test_id("stMain").evaluate(overflow) <= 0, f"{query} is wider than {width} px"
-    context.close()
+    with open_page(chromium, viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
+        for query in ("llm=Llama-3-8B", "llm=Gemma-3-4B&card=typed", "llm=DeepSeek-V3&kv=int4", "llm=pasted&prompt=x"):
+            visit(page, f"{dashboard.url}/sizing?{query}")
+            overflow = "element => element.scrollWidth - element.clientWidth"
+            assert page.get_by_test_id("stMain").evaluate(overflow) <= 0, f"{query} is wider than {width} px"

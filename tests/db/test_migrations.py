@@ -21,6 +21,7 @@ from db.repository import RunRepository
 from db.run_rows import request_row, sample_row, step_row
 from db.session import Database, migrating_connection
 from tests.db.records import CONFIG, ROOT, WORKLOAD, make_request, make_sample, make_step
+from tests.waiting import PATIENCE_S
 
 TABLES = {"runs", "requests", "steps", "samples", "chunks", "kernel_results"}
 
@@ -163,7 +164,7 @@ def test_altering_a_table_keeps_the_rows_that_refer_to_it(database: Database, re
 def test_several_processes_may_open_a_new_database_at_once(url: str) -> None:
     command_line = [sys.executable, "-m", "tests.db.records", "open_and_close", url]
     processes = [subprocess.Popen(command_line, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    errors = [process.communicate(timeout=60)[1] for process in processes]
+    errors = [process.communicate(timeout=2 * PATIENCE_S)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, errors
     with create_engine(url).connect() as connection:
         assert tables(connection) == TABLES | {"alembic_version"}

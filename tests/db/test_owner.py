@@ -17,6 +17,7 @@ import pytest
 import db.owner
 from db.owner import Owner
 from tests.db.records import ROOT
+from tests.waiting import until
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
@@ -112,8 +113,11 @@ def test_the_start_is_read_whatever_the_command_is_called(tmp_path: Path) -> Non
     (tmp_path / name).symlink_to(shutil.which("sleep") or "/bin/sleep")
     with subprocess.Popen([tmp_path / name, "60"]) as process:
         try:
-            stat = Path(f"/proc/{process.pid}/stat").read_text()
-            assert stat.startswith(f"{process.pid} ({name}) ")
+            path = Path(f"/proc/{process.pid}/stat")
+            until(
+                lambda: path.read_text().startswith(f"{process.pid} ({name}) ")
+            )  # its name comes after it has started
+            stat = path.read_text()
             ticks = int(stat.removeprefix(f"{process.pid} ({name}) ").split()[22 - 3])
             owner = replace(Owner.this_process(), pid=process.pid, start_ticks=ticks)
             assert not owner.is_gone

@@ -8,20 +8,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Engine, event
 
 import db.recorder
 import db.session
+from backend.errors import DatabaseError
 from backend.metrics.stats import Phase, RunEnd, StatsSink, summary_to_dict
 from db.recorder import RunRecorder
 from db.repository import RunRepository
 from db.run_rows import Run
 from db.session import Database
 from tests.db.records import CONFIG, ROOT, WORKLOAD, make_request, make_sample, make_start, make_step, make_summary
+from tests.waiting import PATIENCE_S, until
 
 
 @pytest.fixture
@@ -38,6 +41,7 @@ def get(repository: RunRepository, recorder: RunRecorder) -> Run:
 
 
 def test_a_run_from_its_start_to_its_end(repository: RunRepository, recorder: RunRecorder) -> None:
+    created = time.perf_counter() - (datetime.now(UTC) - get(repository, recorder).created_at).total_seconds()
     sink: StatsSink = recorder
     seen = []
 
@@ -80,7 +84,10 @@ def test_a_run_from_its_start_to_its_end(repository: RunRepository, recorder: Ru
     assert run.started_at is not None
     assert run.ended_at is not None
     assert run.ended_at - run.started_at == timedelta(seconds=2.5)
-    assert abs(run.started_at - run.created_at) < timedelta(seconds=5)
+    # A wall clock's reading each, with whatever this machine took in between.
+    assert (
+        timedelta(seconds=-1) < run.started_at - run.created_at < timedelta(seconds=time.perf_counter() - created + 1)
+    )
     assert run.resolved_config == start.resolved_config
     assert (run.environment, run.load, run.cache_state) == (start.environment, start.load, start.cache_state)
     assert run.notices == list(start.notices)
@@ -124,14 +131,15 @@ def test_a_run_that_was_marked_interrupted_while_it_lived_goes_on(
 
 def test_a_run_that_fails_before_it_starts(repository: RunRepository, recorder: RunRecorder) -> None:
     recorder.on_phase(Phase("loading"))
-    recorder.on_sample(make_sample(time.perf_counter()))
+    sampled = time.perf_counter()
+    recorder.on_sample(make_sample(sampled))
     recorder.on_run_end(RunEnd("failed", time.perf_counter(), error="the model is truncated"))
     recorder.close()
     run = get(repository, recorder)
     assert (run.status, run.error, run.started_at, run.summary) == ("failed", "the model is truncated", None, None)
     assert run.ended_at is not None
     assert run.ended_at >= run.created_at
-    assert 0 <= repository.samples(run.run_id)[0]["time"] < 10
+    assert repository.samples(run.run_id)[0]["time"] == pytest.approx(sampled - recorder._builder._created)
 
 
 def test_records_that_overtake_the_start_get_its_times(repository: RunRepository, recorder: RunRecorder) -> None:
@@ -144,27 +152,28 @@ def test_records_that_overtake_the_start_get_its_times(repository: RunRepository
     assert [row["time"] for row in repository.samples(recorder.run_id)] == [1.0, 2.0]
 
 
-def test_records_are_stored_within_a_second_without_being_asked(
-    repository: RunRepository, recorder: RunRecorder
-) -> None:
+def test_records_are_stored_without_being_asked(repository: RunRepository, recorder: RunRecorder) -> None:
+    assert db.recorder.COMMIT_INTERVAL_S < 1
     recorder.on_run_start(make_start())
     recorder.on_request_finished(make_request(0))
-    time.sleep(1.0)
-    assert len(repository.requests(recorder.run_id)) == 1
+    until(lambda: len(repository.requests(recorder.run_id)) == 1)
 
 
 def test_the_end_is_stored_at_once(
-    repository: RunRepository, recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
+    repository: RunRepository, recorder: RunRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(db.recorder, "COMMIT_INTERVAL_S", 60.0)
+    """Not only when the interval is over; and the caller does not wait for a disk that cannot be written."""
+    monkeypatch.setattr(db.recorder, "COMMIT_INTERVAL_S", 3600.0)
     recorder.on_run_start(make_start())
     recorder.on_request_finished(make_request(0))
-    before = time.monotonic()
+    other = sqlite3.connect(tmp_path / "runs.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
     recorder.on_run_end(RunEnd("cancelled", 101.0))
-    assert time.monotonic() - before < 0.1, "the caller does not wait for the disk"
-    recorder.close()
-    assert time.monotonic() - before < 10
-    assert get(repository, recorder).status == "cancelled"
+    assert get(repository, recorder).status == "queued"
+    other.execute("ROLLBACK")
+    other.close()
+    until(lambda: get(repository, recorder).status == "cancelled")
+    assert recorder.error is None
     assert len(repository.requests(recorder.run_id)) == 1
 
 
@@ -191,7 +200,7 @@ def test_closing_without_an_end_stores_the_records_and_leaves_the_status(
     recorder.close()
     recorder.close()
     recorder.on_request_finished(make_request(1))
-    assert recorder.flush(timeout=5)
+    assert recorder.flush()
     assert get(repository, recorder).status == "running"
     assert len(repository.requests(recorder.run_id)) == 1
 
@@ -248,8 +257,19 @@ def test_a_database_that_cannot_be_written_does_not_disturb_the_run(
 def test_a_short_trouble_loses_nothing(
     database: Database, repository: RunRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder, other = locked_out_recorder(database, repository, tmp_path, monkeypatch, retry_for_s=20.0)
-    time.sleep(0.4)
+    failed = threading.Event()
+    record = RunRepository.record
+
+    def noting(*arguments: Any) -> None:
+        try:
+            record(*arguments)
+        except DatabaseError:
+            failed.set()
+            raise
+
+    monkeypatch.setattr(RunRepository, "record", noting)
+    recorder, other = locked_out_recorder(database, repository, tmp_path, monkeypatch, retry_for_s=PATIENCE_S)
+    assert failed.wait(PATIENCE_S)
     other.execute("ROLLBACK")
     recorder.on_run_end(RunEnd("finished", 101.0))
     recorder.close()
@@ -309,9 +329,11 @@ def test_a_file_that_is_gone_is_noticed_at_the_end(
     repository: RunRepository,
     recorder: RunRecorder,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     damage: Callable[[Path], None],
     reconnect: bool,
 ) -> None:
+    monkeypatch.setattr(db.recorder, "RETRY_FOR_S", 3600.0)  # there is nothing to wait for
     recorder.on_run_start(make_start())
     assert recorder.flush()
     with database.read() as session:  # a connection of the pool has the old file open, as one always does
@@ -321,9 +343,7 @@ def test_a_file_that_is_gone_is_noticed_at_the_end(
             database._engine.dispose()
         recorder.on_request_finished(make_request(0))
         recorder.on_run_end(RunEnd("finished", 101.0, make_summary()))
-        before = time.monotonic()
         recorder.close()
-    assert time.monotonic() - before < 5, "there is nothing to wait for"
     assert str(recorder.error) == f"run #{recorder.run_id} is not fully recorded: the database file is gone"
 
 
@@ -366,9 +386,10 @@ def test_a_run_deleted_by_another_hand_ends_quietly(
 
 
 def test_steps_are_written_behind_the_step_loop_and_many_at_once(
-    repository: RunRepository, recorder: RunRecorder
+    repository: RunRepository, recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop's thread runs no statement, and a statement inserts many steps: neither waits for the disk 5,000 times."""
+    monkeypatch.setattr(db.recorder, "COMMIT_INTERVAL_S", 3600.0)  # else a slow loop is many short intervals
     recorder.on_run_start(make_start())
     assert recorder.flush()
     threads: list[int] = []

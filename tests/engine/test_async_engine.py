@@ -19,8 +19,9 @@ from backend.errors import EngineError
 from backend.metrics.ledger_format import read_chunk
 from backend.sampling_params import SamplingParams
 from backend.workload.targets import StreamEvent
-from tests.engine.driving import answers, check_idle, config_of, submit, tokens
+from tests.engine.driving import Pausing, answers, between_steps, check_idle, config_of, submit, submit_to, tokens
 from tests.engine.test_engine_host import StepSink
+from tests.waiting import until
 
 POOLS = [
     pytest.param({}, id="roomy"),
@@ -176,10 +177,7 @@ def test_the_result_that_nobody_waits_for_any_more_is_taken_all_the_same(tiny_ll
     stop = next(index for index in range(1, 8) if whole[index] not in whole[:index])
     del log[:]
     assert tokens(host, {"a": [1]}, max_tokens=8, ignore_eos=True, stop_token_ids=(whole[stop],))["a"] == whole[:stop]
-    deadline = time.monotonic() + 10
-    while len(log) < 2 * (stop + 2):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: len(log) >= 2 * (stop + 2))
     assert [what for what, _ in log].count("result") == stop + 2, "one that samples the stop id, and one that ran ahead"
     host.close()
 
@@ -226,15 +224,14 @@ def test_a_device_that_fails_late_ends_every_request_with_the_cause(tiny_llama: 
     host = EngineHost()
     host.load(config_of(tiny_llama, scheduler__async_scheduling=True))
     executor = recorded(host)
-    running = [submit(host, str(index), [index], max_tokens=900, ignore_eos=True) for index in range(3)]
-    while not running[0].token_ids:
-        time.sleep(0.001)
-    executor.fail = True
-    for answer in running:
+    first = submit_to(Pausing(), host, "0", [0], max_tokens=900, ignore_eos=True)
+    with first.paused():
+        others = [submit(host, str(index), [index], max_tokens=900, ignore_eos=True) for index in (1, 2)]
+        executor.fail = True
+    for answer in (first, *others):
         assert answer.finish_reason == "error"
         assert answer.last.error == "the engine failed in a step: RuntimeError: device-side assert"
-    while host.state != "failed":
-        time.sleep(0.001)
+    until(lambda: host.state == "failed")
     with pytest.raises(EngineError, match="no model is loaded"):
         host.set_sink(None)
     host.load(config_of(tiny_llama, scheduler__async_scheduling=True))
@@ -246,25 +243,22 @@ def test_a_failure_in_the_step_that_a_change_of_sink_waits_for(tiny_llama: Path)
     host = EngineHost()
     host.load(config_of(tiny_llama, scheduler__async_scheduling=True))
     executor = recorded(host)
-    answer = submit(host, "a", [1], max_tokens=900, ignore_eos=True)
-    while not answer.token_ids:
-        time.sleep(0.001)
+    answer = submit_to(Pausing(), host, "a", [1], max_tokens=900, ignore_eos=True)
 
     def change() -> None:
         executor.fail = True
         host._set_sink(None)
 
     with pytest.raises(EngineError, match="the engine is failed"):
-        host._call(change)
+        between_steps(host, answer, lambda: host._call(change))
     assert answer.finish_reason == "error"
     host.close()
 
 
 def test_another_model_may_be_loaded_with_steps_in_flight(host: EngineHost, tiny_llama: Path) -> None:
     host.load(config_of(tiny_llama, scheduler__async_scheduling=True))
-    answer = submit(host, "a", [1], max_tokens=900, ignore_eos=True)
-    while not answer.token_ids:
-        time.sleep(0.001)
-    host.load(config_of(tiny_llama, scheduler__async_scheduling=True, cache__block_size=32))
+    answer = submit_to(Pausing(), host, "a", [1], max_tokens=900, ignore_eos=True)
+    another = config_of(tiny_llama, scheduler__async_scheduling=True, cache__block_size=32)
+    between_steps(host, answer, lambda: host.load(another))
     assert answer.last.error == "another model was loaded"
     assert len(tokens(host, {"a": [1]}, max_tokens=3, ignore_eos=True)["a"]) == 3

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,8 +21,21 @@ from backend.metrics.ledger_format import read_chunk
 from backend.metrics.stats import MemoryUse, StepStats
 from backend.sampling_params import SamplingParams
 from backend.workload.targets import Prompt, StreamEvent
-from tests.engine.driving import Answer, answers, check_idle, config_of, submit, tokens
+from tests.engine.driving import (
+    Answer,
+    Pausing,
+    answers,
+    ask,
+    between_steps,
+    check_idle,
+    config_of,
+    held,
+    submit,
+    submit_to,
+    tokens,
+)
 from tests.helpers import dense_greedy, load_oracle
+from tests.waiting import PATIENCE_S, until
 
 
 class StepSink:
@@ -49,8 +61,9 @@ def test_every_way_a_request_can_end(host: EngineHost, tiny_llama: Path) -> None
     by_id = answers(host, {"a": prompt}, max_tokens=30, stop_token_ids=(whole[9],), ignore_eos=True)["a"]
     assert by_id.token_ids == whole[: whole.index(whole[9])]
     assert by_id.finish_reason == "stop"
-    aborted = submit(host, "long", prompt, max_tokens=900, ignore_eos=True)
-    host.abort("long")
+    aborted = submit_to(Pausing(), host, "long", prompt, max_tokens=900, ignore_eos=True)
+    with aborted.paused():
+        host.abort("long")
     assert aborted.finish_reason == "abort"
     host.abort("long")
     host.abort("nobody")
@@ -124,8 +137,9 @@ def test_a_prompt_longer_than_the_pool_names_both_numbers(host: EngineHost, tiny
 
 def test_an_id_in_use_is_refused_without_harm_to_its_owner(host: EngineHost, tiny_llama: Path) -> None:
     host.load(config_of(tiny_llama))
-    first = submit(host, "same", [1], max_tokens=50, ignore_eos=True)
-    second = submit(host, "same", [2], max_tokens=50, ignore_eos=True)
+    with held(host):
+        first = submit(host, "same", [1], max_tokens=50, ignore_eos=True)
+        second = submit(host, "same", [2], max_tokens=50, ignore_eos=True)
     assert second.finish_reason == "error"
     assert "already in use" in (second.last.error or "")
     assert (first.finish_reason, len(first.token_ids)) == ("length", 50)
@@ -175,15 +189,10 @@ def test_a_model_whose_files_changed_is_loaded_anew(host: EngineHost, tiny_llama
 def test_a_request_is_checked_against_the_engine_it_reaches(host: EngineHost, tiny_llama: Path) -> None:
     """A smaller engine is loaded between the check on the caller's thread and the request's turn."""
     host.load(config_of(tiny_llama))
-    gate = threading.Event()
-    host._put(lambda: gate.wait(30))
-    loading = threading.Thread(target=host.load, args=(config_of(tiny_llama, cache__num_blocks=4),))
-    loading.start()
-    while host._commands.empty():
-        time.sleep(0.01)
-    answer = submit(host, "long", [1] * 500)
-    gate.set()
-    loading.join()
+    with held(host):
+        loading = ask(host, lambda: host.load(config_of(tiny_llama, cache__num_blocks=4)))
+        answer = submit(host, "long", [1] * 500)
+    loading.result(PATIENCE_S)
     assert "500 tokens" in (answer.last.error or "")
     assert len(tokens(host, {"a": [1]}, max_tokens=3, ignore_eos=True)["a"]) == 3
 
@@ -193,8 +202,9 @@ def test_listeners_that_fail_harm_nobody_else(host: EngineHost, tiny_llama: Path
         raise RuntimeError("a listener's own fault")
 
     host.load(config_of(tiny_llama))
-    host.submit("a", [1], SamplingParams(max_tokens=50, ignore_eos=True), fail)
-    host.submit("a", [1], SamplingParams(), fail)  # refused on the engine's thread: the id is in use
+    with held(host):
+        host.submit("a", [1], SamplingParams(max_tokens=50, ignore_eos=True), fail)
+        host.submit("a", [1], SamplingParams(), fail)  # refused on the engine's thread: the id is in use
     assert len(tokens(host, {"b": [1]}, max_tokens=60, ignore_eos=True)["b"]) == 60
 
 
@@ -212,10 +222,10 @@ def test_nothing_waits_for_a_closed_host(tiny_llama: Path) -> None:
     threads = [threading.Thread(target=load_often, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
-    time.sleep(0.3)
+    until(lambda: host.state == "ready")
     host.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
     assert set(errors) == {"the engine is closed"}
     assert host.info is None
@@ -223,11 +233,9 @@ def test_nothing_waits_for_a_closed_host(tiny_llama: Path) -> None:
 
 def test_loading_another_model_ends_what_is_in_flight(host: EngineHost, tiny_llama: Path) -> None:
     host.load(config_of(tiny_llama))
-    answer = submit(host, "a", [1], max_tokens=900, ignore_eos=True)
-    host.load(config_of(tiny_llama, cache__block_size=32))
-    assert answer.finish_reason in ("error", "length")
-    if answer.finish_reason == "error":
-        assert answer.last.error == "another model was loaded"
+    answer = submit_to(Pausing(), host, "a", [1], max_tokens=900, ignore_eos=True)
+    between_steps(host, answer, lambda: host.load(config_of(tiny_llama, cache__block_size=32)))
+    assert (answer.finish_reason, answer.last.error) == ("error", "another model was loaded")
     check_idle(host)
 
 
@@ -235,7 +243,7 @@ def test_a_function_runs_between_steps_on_the_thread_of_the_steps(host: EngineHo
     host.load(config_of(tiny_llama))
     stepping: Future[threading.Thread] = Future()
     host.submit("a", [1], SamplingParams(max_tokens=1), lambda event: stepping.set_result(threading.current_thread()))
-    owner = stepping.result(30)
+    owner = stepping.result(PATIENCE_S)
     assert owner is not threading.current_thread()
     assert host.execute(threading.current_thread) is owner
 
@@ -245,9 +253,9 @@ def test_a_function_runs_between_steps_on_the_thread_of_the_steps(host: EngineHo
     with pytest.raises(ConfigError, match="no such op"):
         host.execute(fail)
     gate, ran = threading.Event(), threading.Event()
-    holder = threading.Thread(target=host.execute, args=(lambda: ran.set() or gate.wait(30),))
+    holder = threading.Thread(target=host.execute, args=(lambda: ran.set() or gate.wait(PATIENCE_S),))
     holder.start()
-    assert ran.wait(30)
+    assert ran.wait(PATIENCE_S)
     waiting = submit(host, "b", [1], max_tokens=3, ignore_eos=True)
     assert not waiting.done.wait(0.1), "a step beside the function"
     gate.set()
@@ -258,12 +266,13 @@ def test_a_function_runs_between_steps_on_the_thread_of_the_steps(host: EngineHo
 def test_no_function_runs_beside_requests(host: EngineHost, tiny_llama: Path) -> None:
     host.load(config_of(tiny_llama))
     ran: list[int] = []
-    answer = submit(host, "a", [1], max_tokens=900, ignore_eos=True)
-    with pytest.raises(EngineError, match="requests under way: 1"):
-        host.execute(lambda: ran.append(1))
-    with pytest.raises(EngineError, match="requests under way: 1"):
-        host.unload()
-    host.abort("a")
+    answer = submit_to(Pausing(), host, "a", [1], max_tokens=900, ignore_eos=True)
+    with answer.paused():
+        refused = [ask(host, lambda: host.execute(lambda: ran.append(1))), ask(host, host.unload)]
+        host.abort("a")
+    for asked in refused:
+        with pytest.raises(EngineError, match="requests under way: 1"):
+            asked.result(PATIENCE_S)
     assert answer.finish_reason == "abort"
     assert (ran, host.state) == ([], "ready")
     host.execute(lambda: ran.append(1))  # the steps that the abort left behind are over by then
@@ -285,8 +294,8 @@ def test_unloading_frees_the_engine_and_the_same_config_loads_again(host: Engine
 def test_nothing_runs_on_a_closed_host() -> None:
     host = EngineHost()
     started, gate, outcome = threading.Event(), threading.Event(), list[str]()
-    threading.Thread(target=host.execute, args=(lambda: started.set() or gate.wait(30),)).start()
-    assert started.wait(30)
+    threading.Thread(target=host.execute, args=(lambda: started.set() or gate.wait(PATIENCE_S),)).start()
+    assert started.wait(PATIENCE_S)
 
     def late() -> None:
         try:
@@ -296,12 +305,10 @@ def test_nothing_runs_on_a_closed_host() -> None:
 
     waiting = threading.Thread(target=late)
     waiting.start()
-    while host._commands.empty():
-        time.sleep(0.001)
+    until(lambda: not host._commands.empty())
     closing = threading.Thread(target=host.close)
     closing.start()
-    while not host._closing:
-        time.sleep(0.001)
+    until(lambda: host._closing)
     gate.set()
     closing.join()
     waiting.join()
@@ -337,8 +344,7 @@ def test_a_step_that_fails_ends_every_request_with_the_cause(tiny_llama: Path) -
     for answer in ended:
         assert answer.finish_reason == "error"
     assert "device-side assert" in (ended[0].last.error or "")
-    while host.state == "ready":
-        time.sleep(0.01)
+    until(lambda: host.state != "ready")
     host._call(lambda: None)
     assert host.state == "failed"
     host.load(config_of(tiny_llama))
@@ -398,7 +404,7 @@ def test_the_ledger_and_the_step_records_add_up(host: EngineHost, tiny_llama: Pa
             per_request[entry.request_id] = per_request.get(entry.request_id, 0) + entry.num_scheduled_tokens
     assert per_request == {"a": 45, "b": 10}, "the last token of a request is never computed"
     for stats in sink.steps:
-        assert stats.duration_ms == pytest.approx(stats.schedule_ms + stats.execute_ms + stats.process_ms, abs=0.5)
+        assert stats.duration_ms == pytest.approx(stats.schedule_ms + stats.execute_ms + stats.process_ms, abs=1e-6)
         assert 0 < stats.kv_cache_usage <= 1
     last = collected["a"].last
     assert (last.num_prompt_tokens, last.num_cached_tokens, last.num_preemptions) == (40, 0, 0)
@@ -416,7 +422,7 @@ def test_requests_from_many_threads_all_end_once(host: EngineHost, tiny_llama: P
             collected[key] = submit(host, key, [value], max_tokens=5, ignore_eos=True)
             if turn % 3 == 2:
                 host.abort(key)
-            time.sleep(0.001)
+            threading.Event().wait(0.001)
 
     threads = [threading.Thread(target=client, args=(value,)) for value in range(4)]
     for thread in threads:
@@ -446,7 +452,7 @@ def test_prompts_as_chat_text_and_ids_reach_the_engine(host: EngineHost, tiny_ll
     target.submit(
         "b", Prompt(text="Hi"), SamplingParams(max_tokens=2), lambda e: (seen.append(e), e.finish_reason and done.set())
     )
-    assert done.wait(30)
+    assert done.wait(PATIENCE_S)
     assert seen[-1].num_prompt_tokens == len(raw)
 
 

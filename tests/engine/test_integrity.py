@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from backend.errors import EngineError
 from backend.sampling_params import SamplingParams
 from tests.engine.driving import config_of, submit
 from tests.engine.integrity import MadeEngines
+from tests.waiting import until
 
 
 def started(model: Path, **overrides: Any) -> LLMEngine:
@@ -79,8 +79,7 @@ def test_in_debug_a_sound_engine_serves_and_a_broken_one_tells_its_clients(
     answer = submit(host, "broken", [1, 2, 3], max_tokens=4, ignore_eos=True)
     assert answer.finish_reason == "error"
     assert "the KV cache is inconsistent" in (answer.last.error or "")
-    while host.state == "ready":
-        time.sleep(0.01)
+    until(lambda: host.state != "ready")
     host._call(lambda: None)
     assert host.state == "failed"
     host.close()

@@ -29,6 +29,7 @@ from db.repository import RunRepository
 from db.run_rows import Row, Run
 from db.session import Database
 from tests.engine.driving import Answer, config_of
+from tests.waiting import PATIENCE_S
 
 NUM_REQUESTS, OUTPUT_LEN = 12, 5
 
@@ -47,7 +48,7 @@ class AllWaiting(InProcessTarget):
         super().__init__(host)
         self._left = num_prompts
         self._all_there = threading.Event()
-        host._put(lambda: self._check(self._all_there.wait(30)))
+        host._put(lambda: self._check(self._all_there.wait(PATIENCE_S)))
 
     def _check(self, there: bool) -> None:
         assert there, "not all requests came"
@@ -91,7 +92,7 @@ def record(repository: RunRepository, tiny_llama: Path, spec: Workload, **settin
     )
     try:
         queue.submit(run_id, config, spec, [recorder])
-        end = queue.wait(run_id, 60)
+        end = queue.wait(run_id, PATIENCE_S)
     finally:
         queue.close()
         host.close()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -22,11 +21,12 @@ from backend.metrics.summary import summarize
 from backend.request import sample_ids
 from backend.sampling_params import SamplingParams, sample_seed
 from backend.workload.targets import StreamEvent
-from tests.engine.driving import Answer, answers, check_idle, config_of, submit, tokens
+from tests.engine.driving import Answer, Pausing, answers, check_idle, config_of, held, submit, tokens
 from tests.engine.test_engine_host import StepSink
 
 SAMPLED = {"temperature": 1.2, "top_p": 0.95, "ignore_eos": True}
 N = 4
+A = TypeVar("A", bound=Answer)
 
 
 def prompt_of(length: int) -> list[int]:
@@ -34,8 +34,10 @@ def prompt_of(length: int) -> list[int]:
     return [rng.randrange(256) for _ in range(length)]
 
 
-def submit_samples(host: EngineHost, key: str, prompt: Sequence[int], n: int, **sampling: Any) -> dict[str, Answer]:
-    collected = {sample_id: Answer() for sample_id in sample_ids(key, n)}
+def submit_samples(
+    host: EngineHost, key: str, prompt: Sequence[int], n: int, kind: type[A] = Answer, **sampling: Any
+) -> dict[str, A]:
+    collected = {sample_id: kind() for sample_id in sample_ids(key, n)}
 
     def take(event: StreamEvent) -> None:
         collected[event.request_id].take(event)
@@ -47,8 +49,9 @@ def submit_samples(host: EngineHost, key: str, prompt: Sequence[int], n: int, **
 def samples(host: EngineHost, prompts: dict[str, list[int]], n: int = N, **sampling: Any) -> dict[str, Answer]:
     """Of all prompts at once; afterwards no block is held."""
     collected: dict[str, Answer] = {}
-    for key, prompt in prompts.items():
-        collected |= submit_samples(host, key, prompt, n, **sampling)
+    with held(host):
+        for key, prompt in prompts.items():
+            collected |= submit_samples(host, key, prompt, n, **sampling)
     for answer in collected.values():
         assert answer.finish_reason == "length"
     check_idle(host)
@@ -146,11 +149,12 @@ def test_a_ledger_tells_who_shares_what(
 @pytest.mark.parametrize("which", ["a/0", "a/2", "a"])
 def test_one_or_all_are_aborted(host: EngineHost, tiny_llama: Path, which: str) -> None:
     host.load(config_of(tiny_llama, cache__enable_prefix_caching=False))
-    collected = submit_samples(host, "a", prompt_of(40), 3, max_tokens=300, ignore_eos=True)
+    collected = submit_samples(host, "a", prompt_of(40), 3, Pausing, max_tokens=300, ignore_eos=True)
     other = submit(host, "b", prompt_of(5), max_tokens=30)
-    while not collected["a/2"].token_ids:
-        threading.Event().wait(0.001)
-    host.abort(which)
+    for sample in ("a/0", "a/1"):
+        collected[sample].go_on.set()
+    with collected["a/2"].paused():
+        host.abort(which)
     ended = {key: answer.finish_reason for key, answer in collected.items()}
     assert ended == {key: "abort" if key.startswith(which) else "length" for key in collected}
     assert other.last is not None
@@ -159,12 +163,13 @@ def test_one_or_all_are_aborted(host: EngineHost, tiny_llama: Path, which: str) 
 
 def test_an_id_in_use_is_refused_for_all_samples(host: EngineHost, tiny_llama: Path) -> None:
     host.load(config_of(tiny_llama))
-    first = submit(host, "a/1", prompt_of(5), max_tokens=300, ignore_eos=True)
-    refused = submit_samples(host, "a", prompt_of(5), 2, max_tokens=3)
+    with held(host):
+        first = submit(host, "a/1", prompt_of(5), max_tokens=300, ignore_eos=True)
+        refused = submit_samples(host, "a", prompt_of(5), 2, max_tokens=3)
+        host.abort("a/1")
     assert {answer.last.error for answer in refused.values()} == {
         "request id 'a/1' is already in use by an unfinished request"
     }
-    host.abort("a/1")
     assert first.finish_reason == "abort"
 
 

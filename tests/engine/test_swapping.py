@@ -13,7 +13,7 @@ from backend.engine.engine_host import EngineHost
 from backend.errors import CapacityError, ConfigError
 from backend.metrics.ledger_reader import LedgerReader
 from backend.metrics.pool_history import PoolHistory
-from tests.engine.driving import Answer, answers, config_of
+from tests.engine.driving import Answer, answers, config_of, held
 from tests.engine.test_engine_host import StepSink
 from tests.engine.test_samples import submit_samples
 from tests.helpers import dense_greedy, load_oracle
@@ -91,8 +91,9 @@ def test_sampled_tokens_and_samples(host: EngineHost, tiny_llama: Path) -> None:
     options = {"max_tokens": 20, "temperature": 1.1, "seed": 4, "ignore_eos": True}
 
     def ask() -> tuple[dict[str, list[int]], int]:
-        collected = submit_samples(host, "a", PROMPTS["40"], 4, **options)
-        collected |= submit_samples(host, "b", PROMPTS["17"], 3, **options)
+        with held(host):
+            collected = submit_samples(host, "a", PROMPTS["40"], 4, **options)
+            collected |= submit_samples(host, "b", PROMPTS["17"], 3, **options)
         events = {key: answer.last for key, answer in collected.items()}
         tokens = {key: answer.token_ids for key, answer in collected.items()}
         return tokens, sum(event.num_preemptions or 0 for event in events.values())

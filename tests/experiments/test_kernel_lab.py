@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,8 @@ from backend.workload.targets import StreamEvent
 from kernels import attention_lengths
 from kernels.limits import Limits
 from kernels.registry import REGISTRY
+from tests.engine.driving import held
+from tests.waiting import PATIENCE_S, until
 
 OPS = list(REGISTRY)[:2]
 PASSED = {
@@ -44,6 +47,12 @@ PASSED = {
 }
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these are the CPU's ways")
+
+
+@pytest.fixture(autouse=True)
+def no_call_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even on a machine that is busy with something else."""
+    monkeypatch.setattr(benchmark, "CPU_CALL_S", math.inf)
 
 
 @pytest.fixture
@@ -228,7 +237,7 @@ def test_tasks_run_one_after_another(queue: RunQueue) -> None:
         def run(sink: StatsSink, cancel: threading.Event) -> RunEnd:
             running.append(run_id)
             sink.on_phase(Phase("timing"))
-            time.sleep(0.02)
+            time.sleep(0.02)  # another one would come meanwhile
             seen.append(list(running))
             running.remove(run_id)
             return RunEnd("finished", time.perf_counter())
@@ -237,7 +246,7 @@ def test_tasks_run_one_after_another(queue: RunQueue) -> None:
 
     for run_id in (1, 2):
         queue.submit_task(run_id, task(run_id), ())
-    assert [end.status if (end := queue.wait(run_id, 5)) else None for run_id in (1, 2)] == ["finished"] * 2
+    assert [end.status if (end := queue.wait(run_id, PATIENCE_S)) else None for run_id in (1, 2)] == ["finished"] * 2
     assert seen == [[1], [2]]
     with pytest.raises(EngineError, match="already submitted"):
         queue.submit_task(1, task(1), ())
@@ -248,16 +257,16 @@ def test_a_task_is_cancelled_and_one_that_raises_has_failed(queue: RunQueue) -> 
 
     def wait(sink: StatsSink, cancel: threading.Event) -> RunEnd:
         begun.set()
-        return RunEnd("cancelled" if cancel.wait(5) else "finished", time.perf_counter())
+        return RunEnd("cancelled" if cancel.wait(PATIENCE_S) else "finished", time.perf_counter())
 
     def fail(sink: StatsSink, cancel: threading.Event) -> RunEnd:
         raise ServeLabError("no room")
 
     queue.submit_task(1, wait, ())
     queue.submit_task(2, fail, ())
-    assert begun.wait(5)
+    assert begun.wait(PATIENCE_S)
     assert queue.cancel(1)
-    ends = [queue.wait(run_id, 5) for run_id in (1, 2)]
+    ends = [queue.wait(run_id, PATIENCE_S) for run_id in (1, 2)]
     assert [(end.status, end.error) for end in ends if end] == [("cancelled", None), ("failed", "no room")]
 
 
@@ -271,7 +280,7 @@ def test_a_task_has_the_device_and_its_thread_to_itself(host: EngineHost, queue:
         return RunEnd("finished", time.perf_counter())
 
     queue.submit_task(1, task, ())
-    end = queue.wait(1, 30)
+    end = queue.wait(1, PATIENCE_S)
     assert end is not None
     assert end.status == "finished"
     assert seen == [host.execute(threading.current_thread), "empty", 0]
@@ -286,13 +295,15 @@ def test_a_task_is_refused_while_somebody_elses_requests_are_under_way(host: Eng
         if event.finish_reason is not None:
             ended.set()
 
-    host.submit("a", [1], SamplingParams(max_tokens=1000, ignore_eos=True), take)
-    queue.submit_task(1, lambda sink, cancel: RunEnd("finished", 0.0), ())
-    end = queue.wait(1, 30)
+    with held(host):
+        host.submit("a", [1], SamplingParams(max_tokens=1000, ignore_eos=True), take)
+        queue.submit_task(1, lambda sink, cancel: RunEnd("finished", 0.0), ())
+        until(lambda: host._commands.qsize() == 2)
+    end = queue.wait(1, PATIENCE_S)
     assert end is not None
     assert (end.status, end.error) == ("failed", "the engine is busy; requests under way: 1")
     host.abort("a")
-    assert ended.wait(30)
+    assert ended.wait(PATIENCE_S)
 
 
 # Stored results

