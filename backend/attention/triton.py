@@ -53,6 +53,7 @@ class TritonAttention:
                 key_scales=key_scales,
                 value_scales=value_scales,
                 tiles=_one_tile(query, key_cache),
+                num_splits=1,
             )
         num_decodes = metadata.num_decodes
         output = torch.empty_like(query)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
+
+MAX_SPLITS = 16
+MIN_KEYS = 512  # of a share: shorter ones take as long to add up as to attend to
 
 
 class TileSizes(NamedTuple):
@@ -35,3 +39,15 @@ def tile_sizes(num_tokens: int, num_reqs: int, group: int, head_dim: int, elemen
         else:
             block_m = max(block_m, 64 if row_bytes <= 512 else 32)
     return TileSizes(block_m // group, block_m, block_n, block_d, num_warps, num_stages)
+
+
+def choose_num_splits(num_programs: int, max_seq_len: int, device: torch.device) -> int:
+    """Into how many shares the keys of a tile are cut, so that a short chunk behind a long context fills the device.
+
+    Args:
+        num_programs: tiles times KV heads.
+        max_seq_len: what a block table can hold, in tokens.
+    """
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+    splits = min(num_sms // num_programs, max_seq_len // MIN_KEYS, MAX_SPLITS)
+    return 1 << max(0, splits.bit_length() - 1)

@@ -7,10 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops.attention_tiles import TileSizes, tile_sizes
+from kernels.ops.arrivals import arrival_counters
+from kernels.ops.attention_tiles import MIN_KEYS, TileSizes, choose_num_splits, tile_sizes
 from kernels.ops.checks import as_bytes, check_attention, check_tensor
 from kernels.ops.key_loop import attend_keys
 from kernels.ops.pdl import supports_pdl
+from kernels.ops.split_sums import add_up, is_last
 
 
 # Not a kernel for each size of a batch, width and alignment of its table, which change from step to step.
@@ -20,6 +22,10 @@ from kernels.ops.pdl import supports_pdl
 )
 def _paged_attention_kernel(
     output_ptr,
+    partial_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    arrivals_ptr,
     query_ptr,
     key_cache_ptr,
     value_cache_ptr,
@@ -50,16 +56,21 @@ def _paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of a request's query rows and one KV head per program, with an online softmax over its keys.
+    """One tile of a request's query rows, one KV head and one share of the keys per program, with an online softmax.
 
     The online softmax is Milakov and Gimelshein's (2018), its use over tiles of keys FlashAttention's (Dao et al., 2022).
     That a flat list of tiles can be dealt to requests without their lengths being known on the host is taken from
     vLLM's unified attention: request r owns the tiles from `query_start_loc[r] // BLOCK_Q + r` on, which leaves each
     room for all of its rows, and the tiles left over exit at once.
 
-    Grid: (num_tokens // BLOCK_Q + num_reqs, num_kv_heads).
+    With splits the keys of a tile are cut into that many shares of equal length at most, none shorter than MIN_KEYS, as in
+    `paged_decode_attention`: programs without a share exit, and of several the one that arrives last adds up.
+
+    Grid: (num_tokens // BLOCK_Q + num_reqs, num_kv_heads, NUM_SPLITS).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -101,9 +112,18 @@ def _paged_attention_kernel(
         begin = tl.maximum(num_computed + first_row - WINDOW + 1, 0)
     end = num_computed + tl.minimum(first_row + BLOCK_Q, query_len)
     # Whole tiles of keys that every row sees need no mask; with a window there is no telling, so there are none.
+    if NUM_SPLITS > 1:
+        num_keys = tl.maximum((end - begin + NUM_SPLITS - 1) // NUM_SPLITS, MIN_KEYS)
+        num_keys = (num_keys + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        num_shares = tl.maximum((end - begin + num_keys - 1) // num_keys, 1)
+        if tl.program_id(2) >= num_shares:
+            return
+        begin += tl.program_id(2) * num_keys
+        end = tl.minimum(begin + num_keys, end)
     unmasked_end = begin
     if WINDOW is None:
-        unmasked_end = (num_computed + first_row + 1) // BLOCK_N * BLOCK_N
+        unmasked_end = tl.minimum((num_computed + first_row + 1) // BLOCK_N * BLOCK_N, end)
+        unmasked_end = tl.maximum(unmasked_end, begin)
     block_ids_ptr = block_table_ptr + request * stride_block_table_req
     key_head_ptr = key_cache_ptr + kv_head * stride_key_cache_head
     value_head_ptr = value_cache_ptr + kv_head * stride_value_cache_head
@@ -166,9 +186,34 @@ def _paged_attention_kernel(
         True,
     )
 
+    if NUM_SPLITS > 1:
+        if num_shares > 1:
+            # -- leave this share's part: [num_tiles, num_kv_heads, NUM_SPLITS, BLOCK_M (, BLOCK_D)]
+            place = tile * tl.num_programs(1) + kv_head
+            part = (place * NUM_SPLITS + tl.program_id(2)) * BLOCK_M + row
+            tl.store(partial_ptr + part[:, None] * BLOCK_D + column[None, :], attended, mask=row_mask[:, None])
+            tl.store(partial_max_ptr + part, row_max, mask=row_mask)
+            tl.store(partial_sum_ptr + part, row_sum, mask=row_mask)
+            if not is_last(arrivals_ptr + place, num_shares):
+                return
+            first = place * NUM_SPLITS * BLOCK_M + row
+            row_max, row_sum, attended = add_up(
+                partial_ptr,
+                partial_max_ptr,
+                partial_sum_ptr,
+                first,
+                BLOCK_M,
+                num_shares,
+                row_mask,
+                NUM_SPLITS,
+                1,
+                BLOCK_D,
+            )
+
     output_offset = token_index * stride_output_token + head * stride_output_head
     # A padding row has no keys: zeros, not 0 / 0.
-    output = (attended / tl.where(row_sum > 0, row_sum, 1.0)[:, None]).to(output_ptr.dtype.element_ty)
+    weight = tl.where(row_sum > 0, row_sum, 1.0)  # pyright: ignore[reportOperatorIssue]
+    output = (attended / weight[:, None]).to(output_ptr.dtype.element_ty)
     tl.store(output_ptr + output_offset[:, None] + column[None, :], output, mask=mask)
 
 
@@ -186,6 +231,7 @@ def paged_attention(
     *,
     output: Tensor | None = None,
     tiles: TileSizes | None = None,
+    num_splits: int | None = None,
 ) -> Tensor:
     """Attend from each query row to its request's positions up to its own.
 
@@ -211,7 +257,9 @@ def paged_attention(
         value_scales: as key_scales
         output: where to write, query.dtype [num_tokens, num_heads, head_dim], strides (any, any, 1); a new tensor by
             default
-        tiles: how to cut the launch; by default chosen from the sizes. Fixed, a row's sums depend on its request alone.
+        tiles: how to cut the launch; by default chosen from the sizes. Fixed, and with `num_splits` 1, a row's sums depend
+            on its request alone.
+        num_splits: shares of a tile's keys at most, a power of two; by default chosen from the sizes
     Returns:
         query.dtype [num_tokens, num_heads, head_dim]; rows past query_start_loc[-1] are unspecified. Nothing but
         `output` is mutated.
@@ -233,8 +281,18 @@ def paged_attention(
         return output
     pdl = supports_pdl(query.device)
     tiles = tiles or tile_sizes(num_tokens, num_reqs, group, head_dim, query.element_size())
-    _paged_attention_kernel[(num_tokens // tiles.block_q + num_reqs, num_kv_heads)](
+    num_tiles = num_tokens // tiles.block_q + num_reqs
+    if num_splits is None:
+        num_splits = choose_num_splits(num_tiles * num_kv_heads, block_table.shape[1] * block_size, query.device)
+    parts = (num_tiles, num_kv_heads, num_splits, tiles.block_m) if num_splits > 1 else (0,)
+    partial = torch.empty((*parts, tiles.block_d), dtype=torch.float32, device=query.device)
+    partial_max, partial_sum = (torch.empty(parts, dtype=torch.float32, device=query.device) for _ in range(2))
+    _paged_attention_kernel[(num_tiles, num_kv_heads, num_splits)](
         output,
+        partial,
+        partial_max,
+        partial_sum,
+        arrival_counters(query.device, num_tiles * num_kv_heads),
         query,
         as_bytes(key_cache),
         as_bytes(value_cache),
@@ -265,6 +323,8 @@ def paged_attention(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=tiles.block_d,
+        NUM_SPLITS=num_splits,
+        MIN_KEYS=MIN_KEYS,
         PDL=pdl,
         num_warps=tiles.num_warps,  # pyright: ignore[reportCallIssue]  (launch options, not the kernel's)
         num_stages=tiles.num_stages,  # pyright: ignore[reportCallIssue]

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.ops.arrivals import arrival_counters
 from kernels.ops.checks import as_bytes, check_attention, check_tensor
 from kernels.ops.decode_cut import MAX_TEAM, Cut, choose_cut
 from kernels.ops.kv_quantization import load_keys_and_values
@@ -286,7 +287,7 @@ def paged_decode_attention(
         partial,
         partial_max,
         partial_sum,
-        _arrivals(query.device, counters),
+        arrival_counters(query.device, counters),
         query,
         as_bytes(key_cache),
         as_bytes(value_cache),
@@ -326,17 +327,3 @@ def paged_decode_attention(
         launch_pdl=pdl,  # pyright: ignore[reportCallIssue]
     )
     return output
-
-
-_ARRIVALS: dict[torch.device, list[Tensor]] = {}
-
-
-def _arrivals(device: torch.device, count: int) -> Tensor:
-    """Zeroed int32 counters, at least `count`; kernels leave them at zero.
-
-    Counters that turn out too few are kept beside the new ones: a captured graph may still use them.
-    """
-    known = _ARRIVALS.setdefault(device, [])
-    if not known or known[-1].numel() < count:
-        known.append(torch.zeros(max(count, 4096), dtype=torch.int32, device=device))
-    return known[-1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.ops.paged_decode_attention as module
+from kernels.ops import arrivals
 from kernels.ops.decode_cut import Cut, choose_cut
 from kernels.ops.paged_decode_attention import paged_decode_attention
 from kernels.reference.paged_decode_attention import paged_decode_attention as reference
@@ -37,7 +37,7 @@ def assert_close(output: Tensor, expected: Tensor) -> None:
 def attend(inputs: dict[str, Any], cut: Cut | None = None) -> Tensor:
     """Counters are found at zero by the next launch, whatever its cut."""
     output = paged_decode_attention(**inputs, cut=cut)
-    assert all(not counters.any() for counters in module._ARRIVALS[output.device])
+    assert all(not counters.any() for counters in arrivals._COUNTERS[output.device])
     return output
 
 
@@ -201,12 +201,12 @@ def test_of_no_requests(device: torch.device) -> None:
 
 def test_more_rows_than_there_are_counters(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that a captured graph may use stay where they are."""
-    monkeypatch.setattr(module, "_ARRIVALS", {})
-    few = module._arrivals(device, 10)
-    many = module._arrivals(device, len(few) + 1)
+    monkeypatch.setattr(arrivals, "_COUNTERS", {})
+    few = arrivals.arrival_counters(device, 10)
+    many = arrivals.arrival_counters(device, len(few) + 1)
     assert len(many) > len(few)
-    assert module._arrivals(device, 10) is many
-    assert any(few is counters for counters in module._ARRIVALS[device])
+    assert arrivals.arrival_counters(device, 10) is many
+    assert any(few is counters for counters in arrivals._COUNTERS[device])
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
