@@ -18,6 +18,8 @@ from app.cli_generate import generate
 from app.cli_kernels import kernels
 from app.cli_kv_quality import kv_quality
 from app.cli_models import models
+from app.cli_quality import quality
+from app.cli_quantize import quantize
 from app.cli_run import run
 from app.cli_runs import compare, export, runs
 from backend.errors import ServeLabError
@@ -37,6 +39,8 @@ cli.command()(compare)
 cli.command()(export)
 cli.add_typer(kernels, name="kernels")
 cli.command(name="kv-quality")(kv_quality)
+cli.command()(quality)
+cli.command()(quantize)
 cli.command()(doctor)
 cli.command(name="app")(app_command)
 

@@ -105,26 +105,50 @@ class SchedulerSettings(_Section):
     )
 
 
+# Of the quantization settings, those that some methods have.
+_METHODS_OF_OPTIONS = {
+    "bits": ("int4",),
+    "group_size": ("int4", "nf4"),
+    "zero_point": ("int4",),
+    "granularity": ("fp8",),
+    "threshold": ("llm_int8",),
+}
+
+
 class QuantizationSettings(_Section):
     """Of a checkpoint in 16 or 32 bits, as it is loaded; a quantized checkpoint says itself how it is stored."""
 
-    method: Literal["int8", "int4"] | None = Field(
+    method: Literal["int8", "int4", "nf4", "fp8", "w8a8_int8", "llm_int8"] | None = Field(
         None,
         description="Layers' weights in fewer bits. int8: a scale per output channel. int4: of 2 to 8 bits, a scale per group, "
-        "rounded to nearest.",
+        "rounded to nearest. nf4: 4 bits, levels as weights are distributed. fp8, w8a8_int8: activations too, in E4M3 or "
+        "int8. llm_int8: the same, inputs with outliers excepted.",
     )
     bits: int | None = Field(None, ge=2, le=8, description="Of a weight, for int4; 4 by default.")
     group_size: int | None = Field(
         None,
         ge=-1,
         le=2**20,
-        description="Inputs that share a scale, for int4: a multiple of 32 that divides every layer's inputs, or -1 for all "
-        "of an output channel. By default 128, or 64 where that does not divide them.",
+        description="Inputs that share a scale, for int4 and nf4: a multiple of 32 that divides every layer's inputs, or -1 "
+        "for all of an output channel. By default 128 (nf4: 64), or less where that does not divide them.",
     )
     zero_point: Literal["none", "integer", "float"] | None = Field(
         None,
         description="For int4. none: codes lie around 0. integer: around a code of their group. float: above a minimum of "
         "their group, the default.",
+    )
+    granularity: Literal["channel", "tensor"] | None = Field(
+        None,
+        description="For fp8. channel: a scale per output channel and per token, the default. tensor: one of a layer's weights "
+        "and one of its activations.",
+    )
+    threshold: float | None = Field(
+        None, gt=0, description="For llm_int8: inputs with a value of at least this are outliers; 6 by default."
+    )
+    head: Literal["int8"] | None = Field(
+        None,
+        description="int8: the output head multiplies by weights of 8 bits too. By default it stays as it is; the embedding "
+        "always does.",
     )
     skip: tuple[str, ...] = Field(
         (), strict=False, description="Patterns of layers to leave as they are, as in model.layers.0.* or *.down_proj."
@@ -140,10 +164,12 @@ class QuantizationSettings(_Section):
 
     @model_validator(mode="after")
     def _options_have_their_method(self) -> Self:
-        for name in ("bits", "group_size", "zero_point"):
+        for name, methods in _METHODS_OF_OPTIONS.items():
             value = getattr(self, name)
-            if value is not None and self.method != "int4":
-                raise ValueError(f"{name} = {value!r} belongs to method = 'int4'")
+            if value is not None and self.method not in methods:
+                raise ValueError(f"{name} = {value!r} belongs to method = {' or '.join(map(repr, methods))}")
+        if self.head is not None and self.method is None:
+            raise ValueError(f"head = {self.head!r} needs a method for the layers")
         return self
 
 

@@ -96,7 +96,7 @@ def predictions(run: Run, config: Mapping[str, Any]) -> list[Prediction]:
         Prediction("KV cache", pool, load["kv_cache_bytes"]),
     ]
     # Quantized weights are of layers, groups and scales of their method's own choice.
-    if resolved["quantization"]["method"] is None:
+    if not load.get("num_quantized_layers"):
         rows.insert(0, Prediction("Weights", read_weights(config).num_bytes(dtype).total, load["weights_bytes"]))
     return rows
 

@@ -105,6 +105,7 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
             "weights_bytes": loaded.weights_bytes,
             "num_quantized_layers": loaded.num_quantized_layers,
             "unquantized_layers": list(loaded.unquantized_layers),
+            "emulated_quantization": loaded.emulated_quantization,
             "kv_cache_bytes": memory.kv_cache_bytes,
             "kv_bytes_per_token": _bytes_per_token(runner.kv_groups[0], decoder_config.num_layers),
             "num_blocks": num_blocks,
@@ -152,10 +153,11 @@ def _check(config: EngineConfig, source: ModelSource, decoder_config: DecoderCon
         raise ConfigError(
             f"model.revision = {config.model.revision!r}: {source.name} is a local model and has no revisions"
         )
-    if config.quantization.method is not None and config.kernels.batch_invariant:
+    if config.kernels.batch_invariant and (config.quantization.method or decoder_config.stored_quantization):
+        what = f"quantization.method = {config.quantization.method!r}" if config.quantization.method else source.name
         raise ConfigError(
-            f"quantization.method = {config.quantization.method!r} and kernels.batch_invariant = True do not go together: "
-            "the products of quantized weights sum in an order that depends on the batch"
+            f"kernels.batch_invariant = True does not go together with {what}: the products of quantized weights sum in an "
+            "order that depends on the batch"
         )
     if problem := KV_FORMATS[config.cache.dtype].problem(decoder_config.head_dim):
         raise ConfigError(f"cache.dtype = {config.cache.dtype!r}: {problem}; allowed are 'auto', 'fp8_e4m3', 'int8'")

@@ -16,6 +16,10 @@ class QuantizedLinear(nn.Module):
         self.out_features, self.in_features = packed.shape
         self.bias = bias
 
+    def prepare(self) -> None:
+        """Lay the loaded weight out for the device."""
+        self.packed = self.packed.prepare()
+
     def forward(self, x: Tensor) -> Tensor:
         """float [num_tokens, in_features] -> [num_tokens, out_features], same dtype."""
         return self.packed.linear(x, self.bias)

@@ -26,6 +26,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         """Open and check all files. Raises `ModelError` naming the file that is missing, truncated or foreign."""
+        self.folder = folder
         self._files = ExitStack()
         self._locations: dict[str, tuple[Path, Any]] = {}  # tensor name -> (file, its safe_open handle)
         try:

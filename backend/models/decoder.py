@@ -14,6 +14,7 @@ from backend.layers.attention import Attention
 from backend.layers.linear import Linear
 from backend.layers.mlp import DenseMLP
 from backend.layers.ops import REFERENCE_OPS, LayerOps
+from backend.layers.quantized_linear import QuantizedLinear
 from backend.layers.rms_norm import RMSNorm
 from backend.layers.rotary import build_cos_sin_cache
 from backend.models.model_config import DecoderConfig
@@ -91,7 +92,7 @@ class Decoder(nn.Module):
     def prepare(self) -> None:
         """Lay the loaded weights out for the device; afterwards a `Linear.weight` may be None."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | QuantizedLinear):
                 module.prepare()
 
     @torch.inference_mode()

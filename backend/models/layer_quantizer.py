@@ -1,4 +1,4 @@
-"""`LayerQuantizer`: puts quantized linear layers into a decoder while it is loaded, one after the other.
+"""`LayerQuantizer`: puts quantized linear layers into a decoder while it is loaded, one after the other, and its head if asked.
 
 Only one layer is ever held in full, so that a model loads where its weights in 16 bits would not fit.
 """
@@ -15,9 +15,13 @@ from backend.layers.linear import Linear
 from backend.layers.quantized_linear import QuantizedLinear
 from backend.models.decoder import Decoder
 from backend.models.model_config import DecoderConfig
-from backend.models.weight_slots import MergedLinear, layer_linears
+from backend.models.weight_slots import EMBEDDING, HEAD, MergedLinear, layer_linears
 from backend.quantization.base import check_finite
+from backend.quantization.int8 import Int8
+from backend.quantization.int_weight import IntWeight
 from backend.quantization.methods import choose_layers, make_method, resolve_settings
+
+_HEAD_WEIGHTS_AT_ONCE = 2**24  # of the head: what packing holds beside them takes 20 times a weight's byte
 
 
 class LayerQuantizer:
@@ -59,7 +63,8 @@ class LayerQuantizer:
         others = config.count_parameters() - sum(sizes[path] for path in self.quantized)
         largest = max(sizes[path] for path in self.quantized)
         packed = sum(sizes[path] for path in self.quantized) * self._method.bits // 8
-        return others * self._dtype.itemsize + packed + largest * 4
+        head = config.vocab_size * config.hidden_size if self.settings.head else 0
+        return others * self._dtype.itemsize + packed + head + largest * 4
 
     def dense_layers(self, model: Decoder, device: torch.device) -> Iterator[tuple[str, Linear, dict[str, int]]]:
         """Each linear layer in full, to be filled by the caller and then put into the model, packed or as it is.
@@ -80,6 +85,28 @@ class LayerQuantizer:
             )
             yield path, dense, projections
             model.set_submodule(path, self._pack(dense, projections) if is_quantized else dense)
+
+    def quantize_head(self, model: Decoder) -> None:
+        """Put an int8 output head into a loaded model, where `settings.head` asks for one.
+
+        A tied one is a copy: tokens are still looked up in the embedding as it is. Raises `ModelError` for weights that are
+        not finite.
+        """
+        if self.settings.head is None:
+            return
+        is_tied = model.config.tie_word_embeddings
+        weight = model.embedding if is_tied else model.head.weight
+        assert weight is not None
+        check_finite(EMBEDDING if is_tied else HEAD, weight)
+        rows = max(1, _HEAD_WEIGHTS_AT_ONCE // weight.shape[1])
+        packed = IntWeight.join([Int8().quantize(part) for part in weight.data.split(rows)])
+        model.set_submodule("head", QuantizedLinear(packed, None))
+        if is_tied:
+            kept = str(weight.dtype).removeprefix("torch.")
+            self.notices += (
+                f"the output head is an int8 copy of the embedding, which stays in {kept} for looking tokens up: "
+                f"the two share nothing any more, which takes {packed.nbytes:,} bytes",
+            )
 
     def _pack(self, dense: Linear, projections: dict[str, int]) -> QuantizedLinear:
         assert dense.weight is not None

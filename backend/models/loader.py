@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from backend.config import QuantizationSettings
-from backend.errors import CapacityError, ModelError
+from backend.errors import CapacityError, ConfigError, ModelError
 from backend.layers.quantized_linear import QuantizedLinear
 from backend.models.checkpoint import Checkpoint
 from backend.models.decoder import Decoder
@@ -19,6 +19,7 @@ from backend.models.dummy import DUMMY_SHAPES, fill_with_random_weights
 from backend.models.layer_quantizer import LayerQuantizer
 from backend.models.model_config import DecoderConfig, load_decoder_config
 from backend.models.sources import ModelSource
+from backend.models.stored_layers import StoredLayers
 from backend.models.weight_slots import EMBEDDING, HEAD, REDUNDANT_SUFFIX, linear_slots, weight_slots
 
 ProgressCallback = Callable[[float, float], None]  # bytes done, bytes in all
@@ -33,9 +34,10 @@ class LoadedModel:
 
     Attributes:
         weights_bytes: of all weights as they lie on the device; shared parameters count once.
-        quantization: with defaults filled in.
-        num_quantized_layers: linear layers whose weights are packed.
-        unquantized_layers: those that `quantization.skip` left as they are, by their names in the decoder.
+        quantization: with defaults filled in; nothing of a checkpoint that is quantized already.
+        num_quantized_layers: linear layers whose weights are packed, the head not counted.
+        unquantized_layers: those that `quantization.skip` or such a checkpoint left as they are, by their names in the decoder.
+        emulated_quantization: some packed weight is multiplied by a reference, so that the model's speed says nothing.
     """
 
     model: Decoder
@@ -47,6 +49,7 @@ class LoadedModel:
     quantization: QuantizationSettings
     num_quantized_layers: int
     unquantized_layers: tuple[str, ...]
+    emulated_quantization: bool
 
 
 def load_model(
@@ -62,7 +65,7 @@ def load_model(
     Args:
         on_progress: called with the bytes copied so far and the bytes to copy.
     Raises:
-        ConfigError: the quantization does not fit the model.
+        ConfigError: the quantization does not fit the model, or the checkpoint is quantized already.
         ModelError: a file is missing, truncated or foreign, or the files disagree.
         CapacityError: the device has too little free memory for the weights.
     """
@@ -79,9 +82,12 @@ def load_model(
     else:
         assert source.path is not None
         model, quantizer, notices = _load_checkpoint(source.path, dtype, device, quantization, report)
-    packed = [module.packed.nbytes for module in model.modules() if isinstance(module, QuantizedLinear)]
-    weights_bytes = sum(parameter.nbytes for parameter in model.parameters()) + sum(packed)
+    if isinstance(quantizer, LayerQuantizer):
+        quantizer.quantize_head(model)
+    weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.prepare()
+    packed = [module.packed for module in model.modules() if isinstance(module, QuantizedLinear)]
+    weights_bytes += sum(weight.nbytes for weight in packed)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     report(weights_bytes, weights_bytes)
@@ -93,13 +99,14 @@ def load_model(
         load_seconds=time.perf_counter() - start,
         notices=(*notices, *(quantizer.notices if quantizer else ())),
         quantization=quantizer.settings if quantizer else quantization,
-        num_quantized_layers=len(packed),
+        num_quantized_layers=sum(isinstance(module, QuantizedLinear) for module in model.layers.modules()),
         unquantized_layers=quantizer.skipped if quantizer else (),
+        emulated_quantization=any(weight.emulated for weight in packed),
     )
 
 
 def _build(
-    config: DecoderConfig, dtype: torch.dtype, device: torch.device, quantizer: LayerQuantizer | None
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device, quantizer: LayerQuantizer | StoredLayers | None
 ) -> Decoder:
     """A decoder with uninitialised parameters, after checking that they fit: a CPU would swap or be killed instead.
 
@@ -108,7 +115,10 @@ def _build(
     needed = quantizer.count_bytes(config) if quantizer else config.count_parameters() * dtype.itemsize
     free = _free_bytes(device)
     if needed > free:
-        kept = f"{quantizer.settings.method} and {_name(dtype)}" if quantizer else _name(dtype)
+        kept = _name(dtype)
+        if quantizer:
+            method = quantizer.description if isinstance(quantizer, StoredLayers) else quantizer.settings.method
+            kept = f"{method} and {kept}"
         raise CapacityError(
             f"the weights need {needed / 2**30:.1f} GiB in {kept}, and {device.type} memory has "
             f"{free / 2**30:.1f} GiB free; choose a smaller model or dtype"
@@ -129,13 +139,14 @@ def _load_checkpoint(
     device: torch.device,
     quantization: QuantizationSettings,
     report: ProgressCallback,
-) -> tuple[Decoder, LayerQuantizer | None, list[str]]:
+) -> tuple[Decoder, LayerQuantizer | StoredLayers | None, list[str]]:
     config = load_decoder_config(folder)
     with Checkpoint(folder) as checkpoint:
         config, notices = _resolve_tie(config, checkpoint)
-        quantizer = LayerQuantizer(config, quantization, dtype) if quantization.method else None
+        quantizer = _quantizer(config, quantization, checkpoint, dtype)
+        packed = quantizer.stored if isinstance(quantizer, StoredLayers) else set()
         model = _build(config, dtype, device, quantizer)
-        slots = weight_slots(model)
+        slots = {name: slot for name, slot in weight_slots(model).items() if name not in packed}
         _check_names(folder, checkpoint, slots)
         stored = {checkpoint.dtype(name) for name in slots}
         if dtype == torch.float16 and "bfloat16" in stored:
@@ -147,11 +158,26 @@ def _load_checkpoint(
         copy({name: slot for name, slot in slots.items() if not slot.is_meta})
         for _, dense, projections in quantizer.dense_layers(model, device) if quantizer else ():
             copy(linear_slots(dense, projections))
-        known = {*slots, *([HEAD] if config.tie_word_embeddings else [])}
+        known = {*slots, *packed, *([HEAD] if config.tie_word_embeddings else [])}
         unused = [name for name in checkpoint.names if name not in known and not name.endswith(REDUNDANT_SUFFIX)]
     if unused:
         notices.append(f"the model does not use these tensors of the checkpoint: {_listed(unused)}")
     return model, quantizer, notices
+
+
+def _quantizer(
+    config: DecoderConfig, quantization: QuantizationSettings, checkpoint: Checkpoint, dtype: torch.dtype
+) -> LayerQuantizer | StoredLayers | None:
+    if config.stored_quantization is None:
+        return LayerQuantizer(config, quantization, dtype) if quantization.method else None
+    layers = StoredLayers(config, config.stored_quantization, checkpoint, dtype)
+    if quantization.method or quantization.head:
+        asked = f"method = {quantization.method!r}" if quantization.method else f"head = {quantization.head!r}"
+        raise ConfigError(
+            f"quantization.{asked}, but {checkpoint.folder} is quantized already "
+            f"({layers.description}); allowed for it: None"
+        )
+    return layers
 
 
 def _check_names(folder: Path, checkpoint: Checkpoint, slots: dict[str, torch.Tensor]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backend.models.json_fields import JsonFields, shown
+from backend.quantization.formats.scheme import StoredQuantization, read_quantization
 
 SUPPORTED_ROPE_TYPES = ("default", "llama3")
 
@@ -85,6 +86,9 @@ class DecoderConfig:
     qkv_bias: bool = False  # of queries, keys and values alone; `attention_bias` gives the output one as well
     sliding_window: int | None = None  # tokens that a token attends to in those layers, itself included
     sliding_layers: tuple[int, ...] = ()
+    stored_quantization: StoredQuantization | None = (
+        None  # how the checkpoint stores its linear layers; None: as they are
+    )
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -114,7 +118,6 @@ def load_decoder_config(folder: Path) -> DecoderConfig:
     """
     fields = JsonFields(folder / "config.json")
     name, architecture = _architecture(fields)
-    fields.refuse("quantization_config", "quantized checkpoints are")
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise fields.error(f"hidden_act {shown(activation)} is not supported; allowed: silu")
@@ -161,6 +164,7 @@ def load_decoder_config(folder: Path) -> DecoderConfig:
         qkv_bias=architecture.qkv_bias,
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
+        stored_quantization=read_quantization(fields),
     )
 
 

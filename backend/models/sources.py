@@ -146,8 +146,11 @@ def model_info(name: str) -> dict[str, Any]:
         return info
     files = [entry for entry in source.path.iterdir() if entry.is_file()]
     info["size_bytes"] = listed.size_bytes if listed else sum(entry.stat().st_size for entry in files)
-    info["num_parameters"] = sum(count_elements(entry) for entry in files if entry.suffix == ".safetensors")
-    info["config"] = _to_json_safe(load_decoder_config(source.path))
+    config = load_decoder_config(source.path)
+    info["config"] = _to_json_safe(config)
+    num_elements = sum(count_elements(entry) for entry in files if entry.suffix == ".safetensors")
+    # Packed weights and their scales are not as many as what they stand for.
+    info["num_parameters"] = num_elements if config.stored_quantization is None else config.count_parameters()
     if stored:
         manifest = store.read_manifest(source.path)
         info |= {"license": manifest.license, "origin": manifest.origin}

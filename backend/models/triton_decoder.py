@@ -107,11 +107,15 @@ class TritonDecoder:
         Pass only the rows that are sampled from.
         """
         plan = self._plan(hidden.shape[0])
-        norm, weight = self._model.final_norm, self._model.head.weight
+        norm, head = self._model.final_norm, self._model.head
+        hidden = rms_norm(hidden, norm.weight, norm.eps)
+        if isinstance(head, QuantizedLinear):
+            logits = head(hidden)
+            return logits.float() if output is None else output.copy_(logits)
+        weight = head.weight
         assert weight is not None
         if output is None:
             output = torch.empty(hidden.shape[0], weight.shape[0], dtype=torch.float32, device=hidden.device)
-        hidden = rms_norm(hidden, norm.weight, norm.eps)
         if plan.head:
             return norm_linear(hidden, weight, out_dtype=torch.float32, output=output, tiles=plan.head)[0]
         if hidden.dtype == torch.float32:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 
 from backend.errors import ModelError
@@ -14,6 +17,7 @@ class PackedWeight(ABC):
     """A matrix [out_features, in_features] in fewer bits, as it lies on its device.
 
     Rows are outputs: what is stored of a row says all of it, so that projections side by side are cut and joined by rows.
+    Subclasses are dataclasses; their tensors have a row for each output.
     """
 
     @property
@@ -21,12 +25,23 @@ class PackedWeight(ABC):
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
 
-    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """All that is stored, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
-    @abstractmethod
-    def to(self, device: str) -> Self: ...
+    def to(self, device: str) -> Self:
+        return self._with({name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    def prepare(self) -> PackedWeight:
+        """The same weight laid out for a kernel of its device, where there is one."""
+        return self
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Rows under rows, of parts alike but for their number of rows."""
+        names = parts[0].tensors()
+        return parts[0]._with({name: torch.cat([part.tensors()[name] for part in parts]) for name in names})
 
     @abstractmethod
     def dequantize(self) -> Tensor:
@@ -37,6 +52,11 @@ class PackedWeight(ABC):
         """`y = x W^T + b`: float [num_tokens, in_features] -> [num_tokens, out_features], same dtype."""
 
     @property
+    def emulated(self) -> bool:
+        """Whether `linear` computes by a reference, whose speed says nothing, instead of a kernel made for this storage."""
+        return True
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
@@ -44,6 +64,9 @@ class PackedWeight(ABC):
     def bits_per_weight(self) -> float:
         """Scales and zero points included."""
         return self.nbytes * 8 / (self.shape[0] * self.shape[1])
+
+    def _with(self, tensors: dict[str, Tensor]) -> Self:
+        return replace(self, **tensors)  # type: ignore[type-var]
 
 
 class QuantMethod(Protocol):

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Literal, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from backend.quantization.base import PackedWeight
 from backend.quantization.group_size import CHANNEL
-from kernels.reference.int_linear import dequantize_int, int_linear
-from kernels.reference.int_words import pack_words
+from kernels.reference.int_linear import dequantize_int
+from kernels.reference.int_words import CHUNK, codes_per_word, from_chunks, pack_words, to_chunks
 
 # none: codes lie around the middle of their range. integer: around a code per group. float: above a number per group.
 ZeroPoint = Literal["none", "integer", "float"]
 ZERO_POINTS: tuple[ZeroPoint, ...] = ("none", "integer", "float")
+KERNEL_BITS = (4, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class IntWeight(PackedWeight):
-    """`w = (q - z) * s` or `w = q * s + m`; tensors as `kernels.reference.int_linear` describes them."""
+    """`w = (q - z) * s` or `w = q * s + m`; tensors as `kernels.reference.int_linear.dequantize_int` describes them."""
 
     bits: int
     in_features: int
@@ -37,18 +39,45 @@ class IntWeight(PackedWeight):
     def group_size(self) -> int:
         return self.in_features // self.scales.shape[1]
 
-    def tensors(self) -> dict[str, Tensor]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-    def to(self, device: str) -> Self:
-        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+    def prepare(self) -> PackedWeight:
+        if self.words.is_cuda and self.bits in KERNEL_BITS and self.in_features % CHUNK == 0:
+            chunks = to_chunks(self.words, self.bits)
+            return KernelIntWeight(self.bits, chunks, self.scales, self.zero_points, self.minimums)
+        return self
 
     def dequantize(self) -> Tensor:
         return dequantize_int(self.words, self.scales, self.zero_points, self.minimums, self.bits, self.in_features)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return int_linear(x, self.words, self.scales, self.zero_points, self.minimums, bias, bits=self.bits)
+        return F.linear(x, self.dequantize().to(x.dtype), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelIntWeight(PackedWeight):
+    """An `IntWeight` as the Triton kernel takes it: its codes in chunks, see `kernels.reference.int_words.to_chunks`."""
+
+    bits: int
+    words: Tensor
+    scales: Tensor
+    zero_points: Tensor | None
+    minimums: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.words.shape[0], self.words.shape[1] * codes_per_word(self.bits)
+
+    @property
+    def emulated(self) -> bool:
+        return False
+
+    def dequantize(self) -> Tensor:
+        words = from_chunks(self.words, self.bits)
+        return dequantize_int(words, self.scales, self.zero_points, self.minimums, self.bits, self.shape[1])
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        from kernels.ops.int_linear import int_linear  # needs triton, which a CPU does without
+
+        return int_linear(x, self.words, self.scales, self.bits, self.zero_points, self.minimums, bias)
 
 
 class Grid(NamedTuple):

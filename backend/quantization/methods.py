@@ -9,9 +9,13 @@ from fnmatch import fnmatchcase
 from backend.config import QuantizationSettings
 from backend.errors import ConfigError
 from backend.quantization.base import QuantMethod
-from backend.quantization.group_size import check_group_size, default_group_size
+from backend.quantization.fp8 import FP8
+from backend.quantization.group_size import CHANNEL, allowed_group_sizes, check_group_size, default_group_size
 from backend.quantization.int4 import Int4
 from backend.quantization.int8 import Int8
+from backend.quantization.llm_int8 import PAPER_THRESHOLD, LLMInt8
+from backend.quantization.nf4 import NF4
+from backend.quantization.w8a8_int8 import W8A8Int8
 
 
 def resolve_settings(settings: QuantizationSettings, layers: Mapping[str, int]) -> QuantizationSettings:
@@ -20,13 +24,23 @@ def resolve_settings(settings: QuantizationSettings, layers: Mapping[str, int]) 
     Args:
         layers: projections to quantize, name -> number of inputs.
     """
-    if settings.method != "int4":
-        return settings
-    group_size = settings.group_size if settings.group_size is not None else default_group_size(layers.values())
+    match settings.method:
+        case "int4":
+            default = default_group_size(layers.values())
+            filled = {"bits": settings.bits or 4, "zero_point": settings.zero_point or "float"}
+        case "nf4":
+            # The paper's 64, or 32 where that does not divide all layers.
+            default = max((size for size in allowed_group_sizes(layers.values()) if size <= 64), default=CHANNEL)
+            filled = {}
+        case "fp8":
+            return settings.with_overrides({"granularity": settings.granularity or "channel"})
+        case "llm_int8":
+            return settings.with_overrides({"threshold": settings.threshold or PAPER_THRESHOLD})
+        case _:
+            return settings
+    group_size = default if settings.group_size is None else settings.group_size
     check_group_size(group_size, layers)
-    return settings.with_overrides(
-        {"bits": settings.bits or 4, "group_size": group_size, "zero_point": settings.zero_point or "float"}
-    )
+    return settings.with_overrides(filled | {"group_size": group_size})
 
 
 def make_method(settings: QuantizationSettings) -> QuantMethod | None:
@@ -41,6 +55,17 @@ def make_method(settings: QuantizationSettings) -> QuantMethod | None:
             assert settings.group_size is not None
             assert settings.zero_point is not None
             return Int4(settings.bits, settings.group_size, settings.zero_point)
+        case "fp8":
+            assert settings.granularity is not None
+            return FP8(settings.granularity)
+        case "w8a8_int8":
+            return W8A8Int8()
+        case "llm_int8":
+            assert settings.threshold is not None
+            return LLMInt8(settings.threshold)
+        case "nf4":
+            assert settings.group_size is not None
+            return NF4(settings.group_size)
 
 
 @dataclass(frozen=True, slots=True)

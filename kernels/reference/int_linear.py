@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.reference.int_words import unpack_words
+from kernels.reference.int_words import from_chunks, unpack_words
 
 
 def dequantize_int(
@@ -33,15 +33,16 @@ def int_linear(
     x: Tensor,
     words: Tensor,
     scales: Tensor,
+    bits: int,
     zero_points: Tensor | None = None,
     minimums: Tensor | None = None,
     bias: Tensor | None = None,
-    *,
-    bits: int,
 ) -> Tensor:
     """`y = x W^T + b`, float [num_tokens, in_features] -> [num_tokens, out_features] in x's dtype.
 
-    Args: as `dequantize_int`; the weight is rounded to x's dtype, as tensor cores take it.
+    The weight is rounded to x's dtype, as tensor cores take it.
+
+    Args: as `dequantize_int`, but words are in chunks, see `to_chunks`.
     """
-    weight = dequantize_int(words, scales, zero_points, minimums, bits, x.shape[1])
+    weight = dequantize_int(from_chunks(words, bits), scales, zero_points, minimums, bits, x.shape[1])
     return F.linear(x, weight.to(x.dtype), bias)

@@ -32,3 +32,27 @@ def unpack_words(words: Tensor, bits: int, num_columns: int) -> Tensor:
     shifts = torch.arange(codes_per_word(bits), dtype=torch.int32, device=words.device) * bits
     codes = (words[:, :, None] >> shifts) & ((1 << bits) - 1)
     return codes.flatten(1)[:, :num_columns].to(torch.uint8)
+
+
+CHUNK = 32  # columns
+
+
+def to_chunks(words: Tensor, bits: int) -> Tensor:
+    """Words as kernels take them: the 32 codes of a chunk are dealt out over its words, one after the other.
+
+    Word w of a chunk holds columns w, w + bits, w + 2 bits, ...: what stands at one place of neighbouring words are
+    neighbouring columns, whose activations are then loaded together.
+
+    Args:
+        words: int32 [rows, columns * bits / 32] of `pack_words`, 4 or 8 bits, columns a multiple of 32.
+    """
+    num_columns = words.shape[1] * codes_per_word(bits)
+    codes = unpack_words(words, bits, num_columns).view(len(words), -1, codes_per_word(bits), bits)
+    return pack_words(codes.transpose(2, 3).reshape(len(words), num_columns), bits)
+
+
+def from_chunks(words: Tensor, bits: int) -> Tensor:
+    """What `to_chunks` took."""
+    num_columns = words.shape[1] * codes_per_word(bits)
+    codes = unpack_words(words, bits, num_columns).view(len(words), -1, bits, codes_per_word(bits))
+    return pack_words(codes.transpose(2, 3).reshape(len(words), num_columns), bits)

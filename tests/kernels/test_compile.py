@@ -20,6 +20,7 @@ from kernels.ops import (
     attention_tiles,
     decode_positions,
     embed_tokens,
+    int_linear,
     norm_gated_linear,
     norm_linear,
     norm_qkv_rotary_store,
@@ -34,10 +35,10 @@ from kernels.ops.projection import Tiles, default_tiles
 
 TYPES = {
     "*i64": "token_ids positions slot_mapping rows sampled_token_ids outcome",
-    "*i32": "block_table query_start_loc seq_lens arrivals",
+    "*i32": "block_table query_start_loc seq_lens arrivals words",
     "*fp32": "cos_sin_cache square_sums next_square_sums partial partial_max partial_sum",
     "*i1": "finite",
-    "*fp16": "key_scales value_scales scales",
+    "*fp16": "key_scales value_scales scales origins",
 }
 POINTERS = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in names.split()}
 CODES = {"int8": "*i8", "fp8_e4m3": "*u8", "int4": "*u8"}
@@ -95,6 +96,7 @@ assert shared_bytes(decode_positions._decode_positions_kernel, {"BLOCK_SIZE": 16
 for num_tokens, head_dim, window in ((8, 80, None), (512, 128, 1000), (512, 256, None)):
     tiles = attention_tiles.tile_sizes(num_tokens, 8, 3, head_dim, 2)
     constants = {"GROUP": 3, "HEAD_DIM": head_dim, "BLOCK_SIZE": 24, "WINDOW": window, "PDL": window is None}
+    constants |= {"NUM_SPLITS": 16 if num_tokens == 8 else 1, "MIN_KEYS": 512}
     constants |= {name.upper(): size for name, size in tiles._asdict().items()}
     shared = shared_bytes(paged_attention._paged_attention_kernel, constants, tiles.num_warps, tiles.num_stages)
     assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
@@ -114,7 +116,7 @@ for kv_format in CODES:
     shared = shared_bytes(paged_decode_attention._paged_decode_attention_kernel, sizes, 4, 2)
     assert shared <= CONSUMER_SHARED_BYTES, (kv_format, shared)
 tiles = attention_tiles.tile_sizes(512, 1, 4, 128, 2)
-sizes = constants | {"FORMAT": "int4"} | {name.upper(): size for name, size in tiles._asdict().items()}
+sizes = constants | {"FORMAT": "int4", "NUM_SPLITS": 16, "MIN_KEYS": 512} | {name.upper(): size for name, size in tiles._asdict().items()}
 shared = shared_bytes(paged_attention._paged_attention_kernel, sizes, tiles.num_warps, tiles.num_stages)
 assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
 sizes = {"BLOCK_SIZE": 24, "NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 128, "FORMAT": "int4", "NUM_SCALES": 2}
@@ -122,6 +124,11 @@ sizes |= {"BLOCK_HEADS": 16, "BLOCK_HALF": 64, "LEVELS": 6}
 assert shared_bytes(rotary_and_store._rotary_and_quantize_kernel, sizes) <= CONSUMER_SHARED_BYTES
 sizes |= {"HEAD_DIM": 80, "BLOCK_HEADS": 4, "FORMAT": "fp8_e4m3", "NUM_SCALES": 1}
 assert shared_bytes(store_kv_cache._quantize_vectors_kernel, sizes) <= CONSUMER_SHARED_BYTES
+
+sizes = {"BITS": 4, "ORIGIN": "float", "BIAS": True, "EVEN_K": True, "CHUNK": 32}
+for block_m, block_n, block_chunks in ((1, 4, 32), (64, 64, 4)):
+    cut = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_CHUNKS": block_chunks}
+    assert shared_bytes(int_linear._int_linear_kernel, sizes | cut) <= CONSUMER_SHARED_BYTES
 
 EVERYTHING = {"BIAS": True, "RESIDUAL": True, "NEXT_NORM": True, "EVEN_K": False, "BLOCK_PARTS": 64}
 NOTHING = {"BIAS": False, "RESIDUAL": False, "NEXT_NORM": False, "EVEN_K": True, "BLOCK_PARTS": 0}

@@ -131,7 +131,8 @@ def test_default_rope_parameters(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
         ({"hidden_act": "gelu"}, ["hidden_act 'gelu'", "allowed: silu"]),
         ({"sliding_window": 4096}, ["sliding_window"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quant_method 'gptq'", "supported: compressed-tensors"]),
+        ({"quantization_config": "int4"}, ["quantization_config 'int4' is not an object"]),
         ({"num_key_value_heads": 4}, ["num_attention_heads 9", "num_key_value_heads 4"]),
         ({"hidden_size": 100}, ["hidden_size 100", "num_attention_heads 9"]),
         ({"head_dim": 7}, ["head_dim 7 is odd"]),
@@ -162,6 +163,83 @@ def test_default_rope_parameters(tmp_path: Path) -> None:
 )
 def test_refuses_by_name(tmp_path: Path, changes: dict[str, Any], named: list[str]) -> None:
     message = refusal(write_config(tmp_path, **changes))
+    assert "config.json" in message
+    for part in named:
+        assert part in message
+
+
+def quantized(
+    group: dict[str, Any] | None = None, weights: dict[str, Any] | None = None, **config: Any
+) -> dict[str, Any]:
+    """A quantization_config with changes; a value of ... leaves the key out."""
+    of_weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 24} | (weights or {})
+    one = {"targets": ["Linear"], "weights": of_weights} | (group or {})
+    whole = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": one},
+        "ignore": ["lm_head"],
+    } | config
+    return {key: value for key, value in whole.items() if value is not ...}
+
+
+def test_reads_how_layers_are_stored(tmp_path: Path) -> None:
+    by_name = {"targets": ["model.layers.0.mlp.down_proj"], "weights": {"num_bits": 8, "strategy": "channel"}}
+    by_pattern = {"targets": ["re:.*mlp"], "weights": {"num_bits": 3, "strategy": "channel", "symmetric": False}}
+    groups = quantized()["config_groups"] | {"pattern": by_pattern, "name": by_name}
+    config = quantized(config_groups=groups, ignore=["lm_head", "re:.*layers.2.*", "model.layers.1.self_attn.k_proj"])
+    stored = load_decoder_config(write_config(tmp_path, quantization_config=config)).stored_quantization
+    assert stored is not None
+    found = {
+        name: scheme and (scheme.bits, scheme.group_size, scheme.symmetric)
+        for name in ("0.mlp.down_proj", "1.mlp.down_proj", "1.self_attn.q_proj", "1.self_attn.k_proj", "2.mlp.up_proj")
+        for scheme in [stored.scheme_of(f"model.layers.{name}")]
+    }
+    assert found == {
+        "0.mlp.down_proj": (8, -1, True),
+        "1.mlp.down_proj": (3, -1, False),
+        "1.self_attn.q_proj": (4, 24, True),
+        "1.self_attn.k_proj": None,
+        "2.mlp.up_proj": None,
+    }
+    assert stored.scheme_of("lm_head") is None
+
+
+_FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (quantized(format="marlin-24"), ["'marlin-24'", "pack-quantized, int-quantized, float-quantized"]),
+        (quantized(quantization_status="frozen"), ["quantization_status 'frozen'", "compressed"]),
+        (quantized(kv_cache_scheme={"num_bits": 8}), ["kv_cache_scheme is set"]),
+        (quantized(sparsity_config={"format": "dense"}), ["sparsity_config is set"]),
+        (quantized(transform_config={"config_groups": {"u": {}}}), ["transform_config is set"]),
+        (quantized(ignore=[]), ["quantized output head", "lm_head"]),
+        (quantized(ignore=["re:("]), ["ignore", "'re:('", "regular expression"]),
+        (quantized(config_groups=...), ["config_groups"]),
+        (quantized(config_groups={"W4A16": ["Linear"]}), ["W4A16 ['Linear'] is not an object"]),
+        (quantized({"targets": "Linear"}), ["targets is not a list"]),
+        (quantized({"weights": None}), ["group_0", "nothing of weights"]),
+        (quantized({"output_activations": {"num_bits": 8}}), ["output_activations is set"]),
+        (quantized({"input_activations": {"num_bits": 8}}), ["input_activations", "pack-quantized"]),
+        (quantized(weights={"num_bits": 1}), ["num_bits 1", "from 2 to 8"]),
+        (quantized(weights={"type": "float"}), ["'float'", "supported: int"]),
+        (quantized(weights={"strategy": "block"}), ["'block'", "group, channel, tensor"]),
+        (quantized(weights={"dynamic": True}), ["at run time"]),
+        (quantized(weights={"actorder": "group"}), ["actorder 'group'", "weight, static"]),
+        (quantized(weights={"group_size": None}), ["group_size is missing"]),
+        (quantized(weights={"num_bits": 4}, format="int-quantized"), ["num_bits 4", "from 8 to 8"]),
+        (quantized(weights=_FP8, format="float-quantized"), ["without input_activations"]),
+        (
+            quantized({"input_activations": {"type": "float", "dynamic": False}}, _FP8, format="float-quantized"),
+            ["dynamic False", "supported: float8, dynamic"],
+        ),
+    ],
+)
+def test_refuses_what_is_stored_otherwise(tmp_path: Path, config: dict[str, Any], named: list[str]) -> None:
+    message = refusal(write_config(tmp_path, quantization_config=config))
     assert "config.json" in message
     for part in named:
         assert part in message

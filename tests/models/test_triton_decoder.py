@@ -15,9 +15,12 @@ from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
 from backend.attention.reference import ReferenceAttention
 from backend.core.kv_format import KV_FORMATS, PLAIN, KVFormat
+from backend.layers.quantized_linear import QuantizedLinear
 from backend.models.decoder import Decoder
 from backend.models.dummy import DUMMY_SHAPES
 from backend.models.model_config import DecoderConfig
+from backend.quantization.group_size import CHANNEL
+from backend.quantization.int_weight import quantize_by_rounding
 from backend.worker.decoders import ReferenceDecoder, StepDecoder
 from tests.interpreter import interpret_without_cuda
 
@@ -188,6 +191,20 @@ def test_other_shapes_by_the_tiles_that_nobody_measured(config: DecoderConfig) -
     assert_same_run(
         Run(model, decoder, TritonAttention(), 4), Run(model, ReferenceDecoder(model), ReferenceAttention(), 4)
     )
+
+
+@pytest.mark.parametrize("name", ["tiles", "library"])
+def test_every_step_under_a_quantized_head(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(replace(CONFIG, tie_word_embeddings=True))
+    packed = quantize_by_rounding(model.embedding.data, 8, CHANNEL, "none")
+    model.set_submodule("head", QuantizedLinear(packed, None))
+    decoder = make_triton_decoder(model, CHOICES[name], monkeypatch)
+    assert_same_run(
+        Run(model, decoder, TritonAttention(), 4), Run(model, ReferenceDecoder(model), ReferenceAttention(), 4)
+    )
+    hidden, given = torch.randn(3, CONFIG.hidden_size, device=DEVICE), torch.empty(3, CONFIG.vocab_size, device=DEVICE)
+    assert decoder.compute_logits(hidden, output=given).data_ptr() == given.data_ptr()
+    assert torch.equal(given, decoder.compute_logits(hidden))
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8", "int4"])

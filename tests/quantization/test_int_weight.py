@@ -118,7 +118,9 @@ def test_rows_do_not_depend_on_each_other() -> None:
     assert torch.equal(together, torch.cat(apart))
 
 
-@pytest.mark.parametrize(("bits", "group_size", "expected"), [(4, 64, 4.5), (4, 32, 5.0), (3, CHANNEL, 3.2), (8, CHANNEL, 8)])
+@pytest.mark.parametrize(
+    ("bits", "group_size", "expected"), [(4, 64, 4.5), (4, 32, 5.0), (3, CHANNEL, 3.2), (8, CHANNEL, 8)]
+)
 def test_bits_per_weight_count_all_that_is_stored(bits: int, group_size: int, expected: float) -> None:
     packed = quantize_by_rounding(random_weight(64, 960), bits, group_size, "float")
     channel_bits = 64 / 960 if group_size == CHANNEL else 0  # a scale and a minimum in 32 bits each

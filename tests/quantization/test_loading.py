@@ -124,7 +124,9 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, value: 
     tensors = load_file(path)
     tensors[name][3, 5] = value
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has 1 values that are infinite or NaN"):
+    with pytest.raises(
+        ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has 1 values that are infinite or NaN"
+    ):
         load(folder, **INT4)
 
 
@@ -146,6 +148,4 @@ def test_memory_is_asked_for_what_the_packed_weights_take(monkeypatch: pytest.Mo
     source = resolve_source("dummy:llama-3.1-8b")
     for settings, expected in (({}, "29.9 GiB in float32"), ({"method": "int4"}, "7.6 GiB in int4 and float32")):
         with pytest.raises(CapacityError, match=expected):
-            load_model(
-                source, device=CPU, dtype=torch.float32, quantization=QuantizationSettings.from_dict(settings)
-            )
+            load_model(source, device=CPU, dtype=torch.float32, quantization=QuantizationSettings.from_dict(settings))

@@ -1,0 +1,118 @@
+"""`StoredLayers`: puts the layers of a quantized checkpoint into a decoder as they are stored, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from backend.config import QuantizationSettings
+from backend.errors import ModelError
+from backend.layers.linear import Linear
+from backend.layers.quantized_linear import QuantizedLinear
+from backend.models.checkpoint import Checkpoint
+from backend.models.decoder import Decoder
+from backend.models.model_config import DecoderConfig
+from backend.models.weight_slots import MergedLinear, layer_linears
+from backend.quantization.formats.compressed_tensors import decode, join_rows
+from backend.quantization.formats.scheme import StoredQuantization, StoredScheme
+
+_SUFFIXES = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+
+
+class StoredLayers:
+    """For one load, in the place of a `LayerQuantizer`.
+
+    `skipped` names modules that are stored as they are; `stored` the tensors of the others, which this reads itself.
+    """
+
+    settings = QuantizationSettings()  # nothing is quantized here
+
+    def __init__(
+        self, config: DecoderConfig, stored: StoredQuantization, checkpoint: Checkpoint, dtype: torch.dtype
+    ) -> None:
+        """Raise `ModelError` where projections of one input are stored in different ways.
+
+        Args:
+            dtype: of the layers that stay as they are, and of biases.
+        """
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._linears: dict[str, tuple[MergedLinear, StoredScheme | None]] = {}
+        for index in range(config.num_layers):
+            for module, merged in layer_linears(config).items():
+                names = {f"model.layers.{index}.{name}": rows for name, rows in merged.projections.items()}
+                schemes = {name: stored.scheme_of(name) for name in names}
+                if len(set(schemes.values())) > 1:
+                    said = "; ".join(f"{name}: {scheme or 'not quantized'}" for name, scheme in schemes.items())
+                    raise ModelError(
+                        f"{checkpoint.folder}: projections of one input have to be stored alike, and are not: {said}"
+                    )
+                self._linears[f"layers.{index}.{module}"] = (
+                    MergedLinear(merged.in_features, names),
+                    next(iter(schemes.values())),
+                )
+        self.skipped = tuple(path for path, (_, scheme) in self._linears.items() if scheme is None)
+        self.stored = {
+            f"{name}.{suffix}"
+            for merged, scheme in self._linears.values()
+            if scheme is not None
+            for name in merged.projections
+            for suffix in _SUFFIXES
+        }
+        kinds = sorted({str(scheme) for _, scheme in self._linears.values() if scheme is not None})
+        self.description = " and ".join(kinds)
+        self.notices: tuple[str, ...] = ()
+
+    def count_bytes(self, config: DecoderConfig) -> int:
+        """What the decoder's parameters take, scales aside, and the largest layer's codes beside them as they are read."""
+        sizes = {
+            path: merged.in_features * sum(merged.projections.values()) for path, (merged, _) in self._linears.items()
+        }
+        packed = {path: scheme.bits for path, (_, scheme) in self._linears.items() if scheme is not None}
+        others = config.count_parameters() - sum(sizes[path] for path in packed)
+        codes = sum(sizes[path] * bits // 8 for path, bits in packed.items())
+        return others * self._dtype.itemsize + codes + max((sizes[path] for path in packed), default=0)
+
+    def dense_layers(self, model: Decoder, device: torch.device) -> Iterator[tuple[str, Linear, dict[str, int]]]:
+        """As `LayerQuantizer.dense_layers`, but that a layer stored quantized has only its bias to be filled.
+
+        Raises `ModelError` for tensors that are missing or not of their shape.
+        """
+        for path, (merged, scheme) in self._linears.items():
+            place = model.get_submodule(path)
+            assert isinstance(place, Linear)
+            has_bias = place.bias is not None
+            shape = (place.in_features, place.out_features)
+            if scheme is None:
+                dense = Linear(*shape, bias=has_bias, dtype=self._dtype, device=device)
+                yield path, dense, merged.projections
+                model.set_submodule(path, dense)
+            else:
+                bias = (
+                    nn.Parameter(torch.empty(shape[1], dtype=self._dtype, device=device), False) if has_bias else None
+                )
+                without_weight = Linear(*shape, bias=False, dtype=self._dtype, device=torch.device("meta"))
+                without_weight.weight, without_weight.bias = None, bias
+                yield path, without_weight, merged.projections
+                weights = [
+                    decode(name, self._read, scheme, (rows, merged.in_features))
+                    for name, rows in merged.projections.items()
+                ]
+                model.set_submodule(path, QuantizedLinear(join_rows(weights).to(str(device)), bias))
+
+    def _read(self, name: str, shapes: Sequence[tuple[int, ...]], dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        if name not in self._checkpoint:
+            raise ModelError(f"{self._checkpoint.folder}: the checkpoint lacks {name}")
+        tensor = self._checkpoint.tensor(name)
+        if tensor.dtype not in dtypes:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            found = str(tensor.dtype).removeprefix("torch.")
+            raise ModelError(f"{self._checkpoint.path(name)}: {name} has dtype {found} instead of {allowed}")
+        if tuple(tensor.shape) not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise ModelError(
+                f"{self._checkpoint.path(name)}: {name} has shape {list(tensor.shape)} instead of {wanted}"
+            )
+        return tensor

@@ -1,0 +1,1 @@
+"""How quantized weights lie in a checkpoint's files."""

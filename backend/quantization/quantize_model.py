@@ -1,0 +1,244 @@
+"""A model's checkpoint in fewer bits, made layer by layer: what `servelab quantize` does.
+
+The inputs of a layer are those that the layers before give as they are stored by then, so that a method sees what it is to
+make up for. Those of a layer's four linear modules are taken in one pass, before the first of them is quantized.
+
+Everything is written to a work folder beside the output's place. A second run with the same model, settings and text goes on
+behind the last layer that is written there; any other starts afresh. The folder gets the output's name when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from backend.config import QuantizationSettings
+from backend.errors import ConfigError
+from backend.models.checkpoint import Checkpoint
+from backend.models.layer_quantizer import LayerQuantizer
+from backend.models.model_config import DecoderConfig, load_decoder_config
+from backend.models.sources import ModelSource
+from backend.models.weight_slots import EMBEDDING, REDUNDANT_SUFFIX, layer_linears
+from backend.quantization.awq import AWQ
+from backend.quantization.base import PackedWeight
+from backend.quantization.calibration import InputStats, LayerRunner
+from backend.quantization.formats.compressed_tensors import scheme_of
+from backend.quantization.formats.scheme import StoredScheme, all_layers_but
+from backend.quantization.gptq import quantize_gptq
+from backend.quantization.methods import make_method
+from backend.quantization.single_layer import SingleLayer, layer_prefix
+from backend.quantization.work_folder import WorkFolder
+
+SavedMethod = Literal["int8", "int4", "gptq", "awq", "w8a8_int8", "fp8"]
+_CALIBRATED = ("gptq", "awq")  # they choose codes on the grids of int4
+_VERSION = 1  # to be raised when a run gives other files than before: a work folder is not gone on with then
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A linear module of one layer as it is stored.
+
+    Attributes:
+        bits_per_weight: scales and zero points included.
+        relative_error: of its outputs over the calibration text: the root of their squared error over their square. Rounding
+            of activations is not in it.
+    """
+
+    layer: int
+    module: str
+    bits_per_weight: float
+    relative_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationResult:
+    """`resumed_layers` were there from an earlier run; `notices` are for the user."""
+
+    output: Path
+    scheme: StoredScheme
+    modules: tuple[Quantized, ...]
+    skipped: tuple[str, ...]
+    resumed_layers: int
+    notices: tuple[str, ...]
+
+
+def grid_settings(
+    method: SavedMethod,
+    *,
+    bits: int | None = None,
+    group_size: int | None = None,
+    zero_point: str | None = None,
+    skip: Sequence[str] = (),
+) -> QuantizationSettings:
+    """The settings of weights rounded to nearest on the grids of `method`. Raises `ConfigError` for what does not go together."""
+    on_grid = method in (*_CALIBRATED, "int4")
+    given = {"bits": bits, "group_size": group_size, "zero_point": zero_point}
+    if unfitting := [name for name, value in given.items() if value is not None and not on_grid]:
+        raise ConfigError(
+            f"{unfitting[0]} does not go with method {method}; it goes with int4, {', '.join(_CALIBRATED)}"
+        )
+    if on_grid:
+        # Unlike a model quantized as it is loaded, one that is saved can have no floating minimums.
+        return QuantizationSettings.from_dict(
+            given | {"method": "int4", "zero_point": zero_point or "integer", "skip": tuple(skip)}
+        )
+    return QuantizationSettings.from_dict({"method": method, "skip": tuple(skip)})
+
+
+def quantize_model(
+    source: ModelSource,
+    method: SavedMethod,
+    settings: QuantizationSettings,
+    windows: Tensor,
+    work: WorkFolder,
+    *,
+    device: torch.device,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> QuantizationResult:
+    """Write `source` with its layers quantized to the output of `work`.
+
+    Args:
+        settings: of `grid_settings`.
+        windows: int64 [num_windows, length], token ids to calibrate on.
+        on_progress: called with the number of layers done and of all.
+    Raises:
+        ConfigError: the settings do not fit the model, or the model is a dummy or quantized already.
+        ModelError: the model's files are damaged, or the output cannot be written.
+    """
+    if source.path is None:
+        raise ConfigError(f"{source.name} has no files to make a quantized folder of; name a model that has")
+    if work.output.resolve() == source.path.resolve():
+        raise ConfigError(f"{work.output} is the model itself; name another folder for the quantized one")
+    config = load_decoder_config(source.path)
+    if config.stored_quantization is not None:
+        raise ConfigError(f"{source.name} is quantized already; name the model that it was made of")
+    chosen = LayerQuantizer(config, settings, torch.float32)
+    scheme = scheme_of(chosen.settings)
+    runner = LayerRunner(config, windows.shape[1], device)
+    work.open(_key(source.path, method, chosen.settings, windows, device))
+    num_resumed = len(work.finished)
+    try:
+        with Checkpoint(source.path) as checkpoint:
+            if num_resumed < config.num_layers:
+                _Run(config, method, chosen, scheme, checkpoint, work, runner, device).all_layers(windows, on_progress)
+            others = [name for name in checkpoint.names if not name.startswith("model.layers.")]
+            work.publish(
+                source.path,
+                {name: checkpoint.tensor(name) for name in others if not name.endswith(REDUNDANT_SUFFIX)},
+                all_layers_but(scheme, _projections(config, chosen.skipped)).to_dict(),
+            )
+    except BaseException:
+        work.forget_if_empty()
+        raise
+    return QuantizationResult(
+        output=work.output,
+        scheme=scheme,
+        modules=tuple(Quantized(**module) for layer in work.finished for module in layer),
+        skipped=chosen.skipped,
+        resumed_layers=num_resumed,
+        notices=chosen.notices,
+    )
+
+
+class _Run:
+    """One pass over the layers that are not written yet."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        method: SavedMethod,
+        chosen: LayerQuantizer,
+        scheme: StoredScheme,
+        checkpoint: Checkpoint,
+        work: WorkFolder,
+        runner: LayerRunner,
+        device: torch.device,
+    ) -> None:
+        self._config, self._method, self._chosen, self._scheme = config, method, chosen, scheme
+        self._checkpoint, self._work, self._runner, self._device = checkpoint, work, runner, device
+        self._single = SingleLayer(config, device)
+
+    def all_layers(self, windows: Tensor, on_progress: Callable[[int, int], None]) -> None:
+        hidden = F.embedding(windows, self._checkpoint.tensor(EMBEDDING)).to(self._device, torch.float32)
+        num_finished = len(self._work.finished)
+        for index, window in enumerate(self._config.windows):
+            on_progress(index, self._config.num_layers)
+            modules = [name for name in self._single.linears if f"layers.{index}.{name}" in self._chosen.quantized]
+            if index >= num_finished:
+                self._quantize(index, modules, hidden, window)
+            if index + 1 < self._config.num_layers:
+                self._single.load_encoded(index, self._work.read_layer(index), dict.fromkeys(modules, self._scheme))
+                self._runner.advance(self._single.layer, hidden, window)
+        on_progress(self._config.num_layers, self._config.num_layers)
+
+    def _quantize(self, index: int, modules: list[str], hidden: Tensor, window: int | None) -> None:
+        single, settings = self._single, self._chosen.settings
+        single.load(index, self._checkpoint.tensor)
+        stats = self._runner.collect(single.layer, single.linears, hidden, window)
+        quantize: Callable[[str, Tensor, InputStats], PackedWeight]
+        if self._method in _CALIBRATED:
+            assert settings.bits is not None
+            assert settings.group_size is not None
+            assert settings.zero_point is not None
+            grid = (settings.bits, settings.group_size, settings.zero_point)
+            if self._method == "awq":
+                awq = AWQ(self._config, *grid)
+                stats = awq.scale(single.layer, stats, modules)
+                quantize = awq.quantize
+            else:
+                quantize = lambda module, weight, of: quantize_gptq(weight, of.hessian, *grid)  # noqa: E731
+        else:
+            method = make_method(settings)
+            assert method is not None
+            quantize = lambda module, weight, of: method.quantize(weight)  # noqa: E731
+        packed = {name: quantize(name, single.weight(name), stats[name]) for name in modules}
+        tensors = single.encode(index, packed, self._scheme, lambda name: self._checkpoint.tensor(name).dtype)
+        report = [
+            Quantized(
+                index,
+                name,
+                single.encoded_bytes(index, name, tensors) * 8 / single.weight(name).numel(),
+                _relative_error(weight, single.weight(name), stats[name]),
+            )
+            for name, weight in packed.items()
+        ]
+        self._work.write_layer(index, tensors, [asdict(module) for module in report])
+
+
+def _relative_error(packed: PackedWeight, weight: Tensor, stats: InputStats) -> float:
+    whole = stats.squared_error(weight)
+    return (stats.squared_error(packed.dequantize() - weight) / whole) ** 0.5 if whole else 0.0
+
+
+def _projections(config: DecoderConfig, paths: Sequence[str]) -> tuple[str, ...]:
+    """Of linear modules, by their names in a checkpoint."""
+    linears = layer_linears(config)
+    found = []
+    for path in paths:
+        _, index, module = path.split(".", 2)
+        found += [layer_prefix(int(index)) + name for name in linears[module].projections]
+    return tuple(found)
+
+
+def _key(
+    folder: Path, method: SavedMethod, settings: QuantizationSettings, windows: Tensor, device: torch.device
+) -> str:
+    """Changes with all that decides what is written."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    what: Mapping[str, object] = {
+        "version": _VERSION,
+        "method": method,
+        "settings": settings.to_dict(),
+        "files": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files],
+        "windows": [*windows.shape, blake2b(windows.numpy().tobytes()).hexdigest()],
+        "device": device.type,
+    }
+    return blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=16).hexdigest()

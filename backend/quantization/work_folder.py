@@ -1,0 +1,171 @@
+"""`WorkFolder`: a checkpoint that is being written, a file per decoder layer, until it is whole and gets its name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from backend.errors import ConfigError, ModelError
+
+_NOTE = "quantize.json"
+_CONFIG = "config.json"
+# What belongs to a model besides its config and weights. A model folder's own manifest does not: it lists other files.
+_COPIED = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+class WorkFolder:
+    """Beside the output's place. Use `finished` to see how far an earlier run got."""
+
+    def __init__(self, output: Path, *, force: bool) -> None:
+        """Raise `ConfigError` for an output that exists, unless it is empty or `force` permits to replace a model there."""
+        self.output = output.absolute()
+        if self.output.is_dir():
+            if any(self.output.iterdir()):
+                if not force:
+                    raise ConfigError(
+                        f"{output} exists and is not empty; name another folder, or replace it with --force"
+                    )
+                if not (self.output / _CONFIG).is_file():
+                    raise ConfigError(f"{output} holds no model: --force replaces models only; name another folder")
+        elif self.output.exists() or self.output.is_symlink():
+            raise ConfigError(f"{output} exists and is not a folder; name another")
+        self.path = self.output.with_name(f".{self.output.name}.partial")
+        self._key = ""
+        self._reports: list[Any] = []
+
+    def open(self, key: str) -> None:
+        """Go on where a run with the same key stopped, or start afresh. Raises `ModelError` where nothing can be written."""
+        self._key = key
+        try:
+            note = json.loads((self.path / _NOTE).read_text(encoding="utf-8"))
+            self._reports = list(note["layers"]) if note["key"] == key else []
+        except (OSError, ValueError, KeyError, TypeError):
+            self._reports = []
+        if not self._reports:
+            with _disk_errors(self.path):
+                shutil.rmtree(self.path, ignore_errors=True)
+                self.path.mkdir(parents=True)
+                self._write_note()
+
+    @property
+    def finished(self) -> list[Any]:
+        """What was reported of each layer that is written, the first ones of the model."""
+        return list(self._reports)
+
+    def write_layer(self, index: int, tensors: Mapping[str, Tensor], report: Any) -> None:
+        """Args:
+        report: JSON-safe, what is to be known of the layer in a later run.
+        """
+        self._save(f"layer-{index}", tensors)
+        self._reports.append(report)
+        with _disk_errors(self.path):
+            self._write_note()
+
+    def read_layer(self, index: int) -> dict[str, Tensor]:
+        path = self.path / f"layer-{index}.safetensors"
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path} is damaged ({error}); remove {self.path} to start afresh") from None
+
+    def forget_if_empty(self) -> None:
+        """Remove the folder where no layer was written: there is nothing to go on with."""
+        if not self._reports:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def publish(self, source: Path, others: Mapping[str, Tensor], quantization: dict[str, Any]) -> None:
+        """Add what is not in a layer, config and tokenizer, and give the folder the output's name.
+
+        Args:
+            source: the model's folder.
+            quantization: `quantization_config` for config.json.
+        """
+        self._save("others", others)
+        with _disk_errors(self.path):
+            self._name_parts(["others", *(f"layer-{index}" for index in range(len(self._reports)))])
+            for pattern in _COPIED:
+                for path in source.glob(pattern):
+                    if path.is_file():
+                        shutil.copyfile(path, self.path / path.name)
+            config = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
+            config["quantization_config"] = quantization
+            (self.path / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            for left_over in (self.path / _NOTE, *self.path.glob("*.unfinished")):
+                left_over.unlink()
+            for path in (*self.path.iterdir(), self.path):
+                _flush(path)
+            replaced = self.output.with_name(f".{self.output.name}.replaced")
+            shutil.rmtree(replaced, ignore_errors=True)
+            if self.output.exists():
+                os.rename(self.output, replaced)
+            os.rename(self.path, self.output)
+            shutil.rmtree(replaced, ignore_errors=True)
+
+    def _name_parts(self, parts: list[str]) -> None:
+        """As Hugging Face names the parts of a checkpoint, with an index of what is in which."""
+        weight_map, total = {}, 0
+        for number, part in enumerate(parts, start=1):
+            name = f"model-{number:05}-of-{len(parts):05}.safetensors"
+            if (self.path / f"{part}.safetensors").exists():  # else a run stopped behind this
+                os.replace(self.path / f"{part}.safetensors", self.path / name)
+            with safe_open(self.path / name, framework="pt") as file:
+                for tensor in file.keys():  # noqa: SIM118  a file of tensors is no mapping
+                    weight_map[tensor] = name
+                    total += file.get_tensor(tensor).nbytes
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (self.path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        unfinished = self.path / f"{name}.unfinished"
+        with _disk_errors(self.path):
+            save_file(dict(tensors), unfinished, metadata={"format": "pt"})  # transformers refuses a file without it
+            os.chmod(unfinished, 0o666 & ~_umask())  # the library makes it the owner's alone
+            _flush(unfinished)
+            os.replace(unfinished, self.path / f"{name}.safetensors")
+
+    def _write_note(self) -> None:
+        unfinished = self.path / f"{_NOTE}.unfinished"
+        unfinished.write_text(json.dumps({"key": self._key, "layers": self._reports}), encoding="utf-8")
+        _flush(unfinished)
+        os.replace(unfinished, self.path / _NOTE)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None

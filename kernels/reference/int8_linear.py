@@ -1,0 +1,72 @@
+"""A linear layer over int8 weights and activations, each output channel and each token with a scale: integers multiply."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LARGEST_CODE = 127.0  # -128 is left out, so that codes lie as far on both sides of 0
+# 127 x 127 summed this often is the last that an int32 holds.
+_MAX_INT32_INPUTS = (2**31 - 1) // 127**2
+
+
+def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row to 255 steps around 0.
+
+    A row of zeros has scale 0 and gives zeros. A row with an infinity or a NaN has a NaN for its scale: it stays visible,
+    and in that row alone.
+
+    Args:
+        x: float [rows, columns].
+    Returns:
+        codes: int8 [rows, columns], -127 to 127, halves to even.
+        scales: float32 [rows, 1], `x = code * scale`.
+    """
+    wide = x.float()
+    finite = wide.isfinite().all(dim=1, keepdim=True)
+    wide = wide.where(finite, 0.0)
+    scales = wide.abs().amax(dim=1, keepdim=True) / LARGEST_CODE
+    # Of a scale that rounds to 0 nothing is left; one below float32's normal numbers is so coarse that codes may pass 127.
+    codes = torch.where(scales > 0, wide / scales, 0.0).round().clamp(-LARGEST_CODE, LARGEST_CODE)
+    return codes.to(torch.int8), scales.where(finite, torch.nan)
+
+
+def multiply_int8(x: Tensor, weight: Tensor) -> Tensor:
+    """The exact integers `x W^T` as float32 rounds them.
+
+    Args:
+        x: int8 [num_tokens, in_features], -127 to 127.
+        weight: int8 [out_features, in_features], likewise.
+    Returns:
+        float32 [num_tokens, out_features].
+    """
+    if x.device.type == "cpu" and x.shape[1] <= _MAX_INT32_INPUTS:
+        return torch.ops.aten._int_mm(x, weight.t()).float()
+    # CUDA's product takes certain shapes only. float64 holds every sum of up to 2^39 inputs.
+    return (x.double() @ weight.double().t()).float()
+
+
+def int8_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`y = x W^T + b`, float [num_tokens, in_features] -> [num_tokens, out_features] in x's dtype.
+
+    Activations are rounded as they come, each token by itself (`quantize_rows_int8`); sums are exact integers, and scales
+    and bias follow in float32.
+
+    Args:
+        codes: int8 [out_features, in_features], -127 to 127.
+        scales: float32 [out_features, 1], `w = code * scale`.
+        bias: float [out_features].
+    """
+    y = scaled_int8_product(x, codes, scales)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def scaled_int8_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """`int8_linear` without a bias, float32 [num_tokens, out_features]."""
+    x_codes, x_scales = quantize_rows_int8(x)
+    return multiply_int8(x_codes, codes) * x_scales * scales.t()
+
+
+def dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
+    """float32 [out_features, in_features] of what `quantize_rows_int8` gave of a weight."""
+    return codes.float() * scales

@@ -1,0 +1,124 @@
+"""The default model in eight bits: each layer's error, the text, and an int8 head (known faults QZ-6), beside float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from backend.config import QuantizationSettings
+from backend.layers.linear import Linear
+from backend.layers.quantized_linear import QuantizedLinear
+from backend.models.decoder import Decoder
+from backend.models.loader import LoadedModel, load_model
+from backend.models.sources import ModelSource
+from backend.tokenizer import Tokenizer, load_tokenizer
+from tests.helpers import paged_logits
+from tests.quantization.noise import expected_error, fp8_steps, int8_steps
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+TEXT = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+NOTHING_ROUNDED: Callable[[Tensor], Tensor] = torch.zeros_like
+# method -> steps of activations, steps of weights
+STEPS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "int8": (NOTHING_ROUNDED, lambda weight: int8_steps(weight, levels=255)),
+    "fp8": (fp8_steps, fp8_steps),
+    "w8a8_int8": (int8_steps, int8_steps),
+}
+
+
+class Reference(NamedTuple):
+    """The model in float32, what goes into each of its linear layers over a text, and continuations of two prompts."""
+
+    model: Decoder
+    inputs: dict[str, Tensor]
+    texts: dict[str, str]
+
+
+def load(source: ModelSource, **settings: object) -> LoadedModel:
+    return load_model(source, device=CPU, dtype=torch.float32, quantization=QuantizationSettings.from_dict(settings))
+
+
+def greedy(model: Decoder, tokenizer: Tokenizer, prompt: str, num_tokens: int) -> str:
+    ids = tokenizer.encode(prompt)
+    start = len(ids)
+    for _ in range(num_tokens):
+        ids.append(int(paged_logits(model, ids)[-1].argmax()))
+    return tokenizer.decode(ids[start:])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: ModelSource) -> Tokenizer:
+    return load_tokenizer(smollm2)
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2: ModelSource, tokenizer: Tokenizer) -> Reference:
+    model = load(smollm2).model
+    inputs: dict[str, Tensor] = {}
+    hooks = [
+        module.register_forward_pre_hook(lambda _, arguments, path=path: inputs.update({path: arguments[0]}))
+        for path, module in model.layers.named_modules()
+        if isinstance(module, Linear)
+    ]
+    paged_logits(model, tokenizer.encode(TEXT)[:64])
+    for hook in hooks:
+        hook.remove()
+    texts = {
+        "The capital of France is": greedy(model, tokenizer, "The capital of France is", 2),
+        "1, 2, 3, 4, 5,": greedy(model, tokenizer, "1, 2, 3, 4, 5,", 20),
+    }
+    return Reference(model, inputs, texts)
+
+
+@pytest.mark.parametrize("method", STEPS)
+def test_text_begins_as_in_float32(
+    method: str, smollm2: ModelSource, tokenizer: Tokenizer, reference: Reference
+) -> None:
+    assert reference.texts["The capital of France is"] == " Paris."
+    assert reference.texts["1, 2, 3, 4, 5,"].startswith(" 6, 7, 8, 9, 10")
+    model = load(smollm2, method=method).model
+    for prompt, text in reference.texts.items():
+        assert greedy(model, tokenizer, prompt, len(tokenizer.encode(text))) == text
+
+
+@pytest.mark.parametrize("method", STEPS)
+def test_each_layer_errs_as_uniform_noise(method: str, smollm2: ModelSource, reference: Reference) -> None:
+    """As the closed form in `tests.quantization.noise` says, which in layers with outliers is a mean over few errors."""
+    model = load(smollm2, method=method).model
+    x_steps, weight_steps = STEPS[method]
+    ratios = []
+    for path, x in reference.inputs.items():
+        dense, quantized = reference.model.layers.get_submodule(path), model.layers.get_submodule(path)
+        assert isinstance(dense, Linear)
+        assert isinstance(quantized, QuantizedLinear)
+        weight = dense(torch.eye(dense.in_features)).t()
+        error = float((quantized(x).double() - x.double() @ weight.double().t()).norm())
+        expected = expected_error(x, weight, x_steps(x), weight_steps(weight))
+        assert 0.8 * expected < error < 1.25 * expected, path
+        ratios.append(error / expected)
+    assert len(ratios) == 30 * 4
+    assert median(ratios) == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("method", ["int8", "w8a8_int8"])
+def test_an_int8_head_seldom_changes_the_likeliest_token(
+    method: str, smollm2: ModelSource, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(TEXT)[:200]
+    without, loaded = load(smollm2, method=method), load(smollm2, method=method, head="int8")
+    head = loaded.model.head
+    assert isinstance(head, QuantizedLinear)
+    assert head.packed.nbytes == 49152 * (576 + 4)
+    assert loaded.weights_bytes == without.weights_bytes + head.packed.nbytes
+    assert loaded.model.embedding.dtype == torch.float32
+    assert "28,508,160 bytes" in loaded.notices[0]
+    chosen, expected = paged_logits(loaded.model, ids).argmax(1), paged_logits(without.model, ids).argmax(1)
+    assert int((chosen == expected).sum()) >= 190
