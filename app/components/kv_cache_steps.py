@@ -89,7 +89,7 @@ def _spec() -> str:
             color=alt.Color(
                 "series:N",
                 scale=scale,
-                legend=alt.Legend(title=None, orient="bottom", direction="horizontal"),
+                legend=alt.Legend(title=None, orient="bottom", columns=2),
             ),
             order="order:O",
             tooltip=[

@@ -48,10 +48,10 @@ def _why(fate: PromptFate, block_size: int, name: Callable[[str], str]) -> list[
             ]
         case "last_token":
             return [
-                "The last token always runs again, for the next one to be sampled from it; only full blocks are found, so all "
-                f"{_tokens(block_size)} of the last block run."
+                "Nobody could have found more: the last token always runs again, for the next one to be sampled from it, and "
+                "only full blocks are found."
                 if block_size > 1
-                else "The last token always runs again, for the next one to be sampled from it."
+                else "Nobody could have found more: the last token always runs again, for the next one to be sampled from it."
             ]
         case "empty":
             return ["The cache was empty: no block could be found by anybody."]

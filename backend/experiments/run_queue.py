@@ -233,6 +233,8 @@ class RunQueue:
                 name=f"run{job.run_id}",
                 in_flight=job.in_flight,
                 target_failure=self._host_failure,
+                # A prompt that the warm-up has asked would be found, in a run that says its cache was empty.
+                after_warmup=lambda: self._reset_prefix_cache(job.workload),
             )
         finally:
             with suppress(EngineError):  # an engine that failed has already let go of its sink
@@ -261,10 +263,13 @@ class RunQueue:
 
     def _cache_state(self, workload: Workload) -> dict[str, Any]:
         """What the run finds in the prefix cache, after its reset if it asks for one."""
-        if workload.reset_prefix_cache:
-            self._host.reset_prefix_cache()
+        self._reset_prefix_cache(workload)
         num_cached_tokens = self._host.num_cached_tokens()
         return {"state": "warm" if num_cached_tokens else "cold", "num_cached_tokens": num_cached_tokens}
+
+    def _reset_prefix_cache(self, workload: Workload) -> None:
+        if workload.reset_prefix_cache:
+            self._host.reset_prefix_cache()
 
     def _summarize(self, job: WorkloadJob, result: WorkloadResult) -> RunEnd:
         job.sinks.on_phase(Phase("writing"))

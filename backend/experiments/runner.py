@@ -62,6 +62,7 @@ def run_workload(
     name: str = "run",
     in_flight: dict[str, Flight] | None = None,
     target_failure: Callable[[], str | None] = lambda: None,
+    after_warmup: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
     wait: Callable[[float], object] | None = None,
 ) -> WorkloadResult:
@@ -79,6 +80,7 @@ def run_workload(
             `name-warmup-0`.
         in_flight: where to keep the requests that have been sent and have not ended, for somebody who watches.
         target_failure: why the target will deliver nothing more, or None; asked while nothing ends.
+        after_warmup: called when the warm-up is over and nothing is in flight, before the first measured request.
         clock: `time.perf_counter` unless a test has its own.
         wait: called with seconds in place of blocking until a request ends, for a test's clock to move on in.
     """
@@ -86,6 +88,8 @@ def run_workload(
     try:
         if warmup:
             driver.drive("warming up", warmup, warmup=True)
+        if warmup and not driver.must_stop:
+            after_warmup()
         if not driver.must_stop:
             concurrency = workload.arrivals.concurrency if isinstance(workload.arrivals, ClosedLoop) else None
             driver.drive("running", requests, concurrency=concurrency)

@@ -142,7 +142,7 @@ def test_each_reason_in_words() -> None:
     )
     assert "The 3 tokens before that are the same in both, but do not fill a block" in why(lab, "c")
     assert "The other 2 tokens could not" in after(lab, "d", first)
-    assert "so all 4 tokens of the last block run" in after(lab, "e", first[:20])
+    assert "Nobody could have found more: the last token always runs again" in after(lab, "e", first[:20])
     turn = [*first, *generate(first, 6), 1, 2, 3, 4, 5]
     assert "differs at token 23 from the prompt of request a" not in after(lab, "f", turn)
     assert "whose prompt and answer end with token 22" in why(lab, "f"), "an answer of one token"

@@ -322,6 +322,27 @@ def test_a_run_says_what_it_found_in_the_cache(host: Host, queue: RunQueue, rese
     assert sink.of("start")[0].cache_state == state
 
 
+@pytest.mark.parametrize(("warmup", "reset", "expected"), [(2, True, 2), (0, True, 1), (2, False, 0)])
+def test_the_cache_is_emptied_again_behind_the_warm_up(
+    host: Host, queue: RunQueue, monkeypatch: pytest.MonkeyPatch, warmup: int, reset: bool, expected: int
+):
+    """Which asks the first prompts of the workload: they are not to be found, in a run that says that nothing was."""
+    seen: list[str] = []  # resets, and requests as they are sent
+    submit = host.submit
+
+    def note_and_submit(request_id: str, *arguments: Any, **more: Any) -> None:
+        seen.append("warmup" if "warmup" in request_id else "request")
+        submit(request_id, *arguments, **more)
+
+    monkeypatch.setattr(host, "reset_prefix_cache", lambda: seen.append("reset"))
+    monkeypatch.setattr(host, "submit", note_and_submit)
+    queue.submit(1, CONFIG, workload(3, warmup_requests=warmup, reset_prefix_cache=reset), [])
+    assert queue.wait(1, PATIENCE_S)
+    before = ["reset", *["warmup"] * warmup, "reset"][: 1 + warmup + (warmup > 0)] if reset else ["warmup"] * warmup
+    assert seen == [*before, *["request"] * 3]
+    assert seen.count("reset") == expected
+
+
 def test_what_the_context_cuts_is_said_and_not_counted(host: Host, queue: RunQueue):
     """64 + 5 tokens with the first turn, 32 + 5 more with the second; the third would pass the 128 of the context."""
     sink = Sink()

@@ -95,6 +95,39 @@ def test_every_step_of_random_traffic(
     assert any(step.block_copies for step in lab.steps)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"swap_blocks": 12, "prefix_caching": True},
+        {"swap_blocks": 5},
+        {"layout": "contiguous", "num_blocks": 70},
+        {"layout": "none", "num_blocks": 70},
+        {"batching": "static"},
+        {"policy": "priority", "swap_blocks": 8},
+    ],
+    ids=str,
+)
+def test_every_step_of_the_other_layouts_and_policies(changes: dict[str, Any], seed: int, ahead: int) -> None:
+    rng = random.Random(seed)
+    sizes: dict[str, Any] = {"num_blocks": 24, "block_size": 2, "max_num_seqs": 5, "max_model_len": 40}
+    lab = Lab(
+        **(sizes | {"max_num_batched_tokens": 64, "ahead": 0 if changes.get("layout") == "none" else ahead} | changes)
+    )
+    checked = follow(lab)
+    for index in range(30):
+        lab.add(str(index), rng.choices(range(VOCAB), k=rng.randint(1, 20)), max_tokens=rng.randint(1, 18))
+        for _ in range(rng.randint(0, 4)):
+            if lab.scheduler.has_unfinished_requests():
+                lab.step()
+    lab.run()
+    assert len(checked) > 50
+    if "swap_blocks" in changes:
+        assert any(step.swapped_out for step in lab.steps)
+        assert any(step.swapped_in for step in lab.steps)
+
+
 class Sink:
     def __init__(self) -> None:
         self.steps: list[StepStats] = []
