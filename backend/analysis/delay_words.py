@@ -13,7 +13,7 @@ _DOING: dict[Cause, str] = {
     "prefill": "on computing its prompt",
     "decode": "on decode steps without anybody's prompt",
     "decode_beside_prompts": "on decode steps that also ran prompts of other requests",
-    "recompute": "on computing again what a preemption had cost",
+    "recompute": "on computing again what had not been kept",
     "stalled": "while it had its slot and steps ran without it",
     "preempted": "preempted, without its blocks",
     "swapped": "with its blocks outside the pool",

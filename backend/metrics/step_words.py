@@ -13,7 +13,7 @@ MAX_ALIKE = 4  # sentences about what requests took
 _RAN: dict[StepKind, str] = {
     "prefill": "of prompts",
     "decode": "of decoding",
-    "recompute": "again that a preemption had cost",
+    "recompute": "again, whose keys and values were not kept",
 }
 
 

@@ -36,8 +36,8 @@ def test_everything_that_can_happen() -> None:
         "Request 2 found 2 blocks in the cache and took 3 blocks.",
         "Requests 3 and 4 took 1 block each.",
         "1 block can be found by later requests from now on.",
-        "The step runs 37 tokens of prompts (1 request), 2 tokens of decoding (2 requests) and 12 tokens again that a "
-        "preemption had cost (1 request).",
+        "The step runs 37 tokens of prompts (1 request), 2 tokens of decoding (2 requests) and 12 tokens again, "
+        "whose keys and values were not kept (1 request).",
     ]
 
 
