@@ -70,6 +70,8 @@ def test_imports_go_one_way(path: Path) -> None:
         assert {name for name in names if name.startswith("backend")} <= DB_MAY_IMPORT_OF_BACKEND
     if package != "app" and relative(path) not in TRANSFORMERS_MAY_BE_IMPORTED_BY:
         assert not any(name.split(".")[0] == "transformers" for name in names)
+    if not relative(path).startswith("kernels/cpu/"):
+        assert not any(name.split(".")[0] == "llvmlite" for name in names), "where it is missing, references compute"
     if relative(path).startswith("kernels/reference"):
         assert not any(name.split(".")[0] == "triton" for name in names), "the CPU path runs without triton"
 

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from backend.quantization.base import PackedWeight
 from backend.quantization.group_size import CHANNEL
+from kernels.cpu.row_tiles import from_row_tiles, to_row_tiles
+from kernels.cpu.support import has_cpu_kernels
 from kernels.reference.int_linear import dequantize_int
 from kernels.reference.int_words import CHUNK, codes_per_word, from_chunks, pack_words, to_chunks
 
@@ -43,6 +45,8 @@ class IntWeight(PackedWeight):
         if self.words.is_cuda and self.bits in KERNEL_BITS and self.in_features % CHUNK == 0:
             chunks = to_chunks(self.words, self.bits)
             return KernelIntWeight(self.bits, chunks, self.scales, self.zero_points, self.minimums)
+        if self._has_cpu_kernel():
+            return CpuIntWeight.of(self)
         return self
 
     def dequantize(self) -> Tensor:
@@ -50,6 +54,14 @@ class IntWeight(PackedWeight):
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.dequantize().to(x.dtype), bias)
+
+    def _has_cpu_kernel(self) -> bool:
+        if self.words.device.type != "cpu" or self.bits not in KERNEL_BITS or not has_cpu_kernels():
+            return False
+        if self.scales.shape[1] > 1 and self.group_size % codes_per_word(self.bits):
+            return False
+        numbers = self.scales if self.minimums is None else self.minimums
+        return self.scales.dtype == numbers.dtype and numbers.dtype in (torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +90,66 @@ class KernelIntWeight(PackedWeight):
         from kernels.ops.int_linear import int_linear  # needs triton, which a CPU does without
 
         return int_linear(x, self.words, self.scales, self.bits, self.zero_points, self.minimums, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuIntWeight(PackedWeight):
+    """An `IntWeight` as the CPU's kernel takes it, see `kernels.cpu.int_linear`: tensors in tiles of 16 rows."""
+
+    bits: int
+    out_features: int
+    in_features: int
+    words: Tensor
+    scales: Tensor
+    zero_points: Tensor | None
+    minimums: Tensor | None
+
+    @classmethod
+    def of(cls, weight: IntWeight) -> CpuIntWeight:
+        """Compiles the kernel too, where this process has not yet run it for such a weight: no request waits for that."""
+        from kernels.cpu.int_linear import prepare_int_linear, to_signed  # needs llvmlite
+
+        words = to_row_tiles(to_signed(weight.words, weight.bits))
+        scales, zero_points, minimums = (
+            None if tensor is None else to_row_tiles(tensor)
+            for tensor in (weight.scales, weight.zero_points, weight.minimums)
+        )
+        assert scales is not None
+        prepare_int_linear(words, scales, weight.bits, zero_points, minimums)
+        return cls(weight.bits, *weight.shape, words, scales, zero_points, minimums)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def emulated(self) -> bool:
+        return False
+
+    def dequantize(self) -> Tensor:
+        from kernels.cpu.int_linear import to_signed
+
+        words = to_signed(from_row_tiles(self.words, self.out_features), self.bits)
+        scales, zero_points, minimums = (
+            None if tensor is None else from_row_tiles(tensor, self.out_features)
+            for tensor in (self.scales, self.zero_points, self.minimums)
+        )
+        assert scales is not None
+        return dequantize_int(words, scales, zero_points, minimums, self.bits, self.in_features)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        from kernels.cpu.int_linear import int_linear
+
+        return int_linear(
+            x,
+            self.words,
+            self.scales,
+            self.bits,
+            self.zero_points,
+            self.minimums,
+            bias,
+            out_features=self.out_features,
+        )
 
 
 class Grid(NamedTuple):

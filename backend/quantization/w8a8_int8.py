@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from backend.quantization.base import PackedWeight
-from kernels.reference.int8_linear import dequantize_int8, int8_linear, quantize_rows_int8
+from kernels.cpu.row_tiles import from_row_tiles, to_row_tiles
+from kernels.cpu.support import has_cpu_kernels
+from kernels.reference.int8_linear import MAX_INT32_INPUTS, dequantize_int8, int8_linear, quantize_rows_int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +23,51 @@ class W8A8Weight(PackedWeight):
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
+    def prepare(self) -> PackedWeight:
+        is_small = self.codes.shape[1] <= MAX_INT32_INPUTS
+        return CpuW8A8Weight.of(self) if self.codes.device.type == "cpu" and is_small and has_cpu_kernels() else self
+
     def dequantize(self) -> Tensor:
         return dequantize_int8(self.codes, self.scales)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return int8_linear(x, self.codes, self.scales, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuW8A8Weight(PackedWeight):
+    """A `W8A8Weight` as the CPU's kernel takes it, see `kernels.cpu.int8_linear`: tensors in tiles of 16 rows."""
+
+    out_features: int
+    in_features: int
+    words: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, weight: W8A8Weight) -> CpuW8A8Weight:
+        """Compiles the kernel too, where this process has not yet run it: no request waits for that."""
+        from kernels.cpu.int8_linear import compile_int8_linear, to_tiles  # needs llvmlite
+
+        compile_int8_linear()
+        return cls(*weight.shape, to_tiles(weight.codes), to_row_tiles(weight.scales))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def emulated(self) -> bool:
+        return False
+
+    def dequantize(self) -> Tensor:
+        from kernels.cpu.int8_linear import from_tiles
+
+        return dequantize_int8(from_tiles(self.words, *self.shape), from_row_tiles(self.scales, self.out_features))
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        from kernels.cpu.int8_linear import int8_linear as cpu_int8_linear
+
+        return cpu_int8_linear(x, self.words, self.scales, bias, out_features=self.out_features)
 
 
 @dataclass(frozen=True, slots=True)

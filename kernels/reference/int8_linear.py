@@ -7,7 +7,7 @@ from torch import Tensor
 
 LARGEST_CODE = 127.0  # -128 is left out, so that codes lie as far on both sides of 0
 # 127 x 127 summed this often is the last that an int32 holds.
-_MAX_INT32_INPUTS = (2**31 - 1) // 127**2
+MAX_INT32_INPUTS = (2**31 - 1) // 127**2
 
 
 def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def multiply_int8(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         float32 [num_tokens, out_features].
     """
-    if x.device.type == "cpu" and x.shape[1] <= _MAX_INT32_INPUTS:
+    if x.device.type == "cpu" and x.shape[1] <= MAX_INT32_INPUTS:
         return torch.ops.aten._int_mm(x, weight.t()).float()
     # CUDA's product takes certain shapes only. float64 holds every sum of up to 2^39 inputs.
     return (x.double() @ weight.double().t()).float()

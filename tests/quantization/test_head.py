@@ -15,7 +15,7 @@ from backend.layers.linear import Linear
 from backend.layers.quantized_linear import QuantizedLinear
 from backend.models.loader import LoadedModel, load_model
 from backend.models.sources import ModelSource, resolve_source
-from backend.quantization.int_weight import IntWeight, quantize_by_rounding
+from backend.quantization.int_weight import CpuIntWeight, IntWeight, quantize_by_rounding
 from tests.helpers import make_tiny_llama, paged_logits
 from tests.quantization.noise import expected_error, int8_steps
 
@@ -72,7 +72,7 @@ def test_an_int8_head_is_a_copy_beside_the_embedding(folder: Path, method: str, 
     assert loaded.model.embedding.dtype == dtype
     head = loaded.model.head
     assert isinstance(head, QuantizedLinear)
-    assert isinstance(head.packed, IntWeight)
+    assert isinstance(head.packed, IntWeight | CpuIntWeight)
     pointers = {tensor.untyped_storage().data_ptr() for tensor in head.packed.tensors().values()}
     assert loaded.model.embedding.untyped_storage().data_ptr() not in pointers
     assert (head.packed.bits, head.packed.shape) == (8, (512, 64))
