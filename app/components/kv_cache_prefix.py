@@ -21,9 +21,11 @@ from app.components.kv_cache_prefix_request import fate_shares, pieces
 from app.components.kv_cache_prefix_source import Source, View
 from app.components.kv_cache_prefix_tree import MAX_LEAVES, MAX_TABLE_ROWS, tree_picture, tree_table
 from app.components.kv_cache_source import REQUEST
+from app.components.run_settings import check_settings
 from app.services import Services
+from backend.analysis.kv_size import count_of
 from backend.analysis.prefix_tree import TreeNode, folded, walk
-from backend.errors import ServeLabError
+from backend.errors import DatabaseError, ServeLabError
 from db.run_rows import Run
 
 _POLL_S = 2.0
@@ -43,8 +45,10 @@ Zheng et al. 2024, *SGLang: Efficient Execution of Structured Language Model Pro
 
 
 def show(services: Services, run: Run) -> None:
-    cache = (run.resolved_config or {}).get("cache", {})
-    if run.resolved_config and not cache.get("enable_prefix_caching"):
+    if run.resolved_config and _is_damaged(run):
+        kv_cache_source.write_address(run.run_id, None)
+        return
+    if run.resolved_config and not run.resolved_config["cache"].get("enable_prefix_caching"):
         st.info(
             f"Prefix caching was off in run #{run.run_id} (cache.enable_prefix_caching, or a layout that cannot share): every "
             "prompt token was computed, and no request could find another one's blocks.",
@@ -73,6 +77,17 @@ def explanation() -> None:
         st.markdown(_EXPLANATION)
 
 
+def _is_damaged(run: Run) -> bool:
+    """Says why."""
+    try:
+        check_settings(run)
+    except DatabaseError as error:
+        text = f"What run #{run.run_id} shared cannot be told: {error}."
+        st.error(notes.plain(text), icon=":material/broken_image:")
+        return True
+    return False
+
+
 def _whole(services: Services, run: Run | None) -> None:
     if run is None:
         st.error("This run has been deleted.")
@@ -88,6 +103,9 @@ def _whole(services: Services, run: Run | None) -> None:
     if source is None or source.view is None:
         _nothing(run)
         return
+    if source.reader.gaps:
+        text = f"The step ledger of run #{run.run_id} is damaged: {'; '.join(source.reader.gaps)}."
+        st.warning(notes.plain(text), icon=":material/warning:")
     _figures(source, source.view)
     if source.earlier is not None:
         _earlier(source.earlier, (run.cache_state or {}).get("num_cached_tokens", 0))
@@ -149,9 +167,7 @@ def _figures(source: Source, view: View) -> None:
             "tokens",
         )
     if unknown:
-        st.caption(
-            f"{formatting.quantity(unknown, 'requests')} are left out: their prompts are not known here, or not yet."
-        )
+        st.caption(f"{count_of(unknown, 'request')} left out: the prompt is not known here, or not yet.")
 
 
 def _earlier(earlier: Earlier, num_cached_tokens: int) -> None:

@@ -16,7 +16,7 @@ from app.components.kv_cache_prompts import Prompts
 from app.services import Services
 from backend.analysis.prefix_cache import FATES, Fate, PrefixCache, Stretch
 from backend.analysis.prefix_tree import TreeNode, prefix_tree
-from backend.errors import ConfigError, ModelError
+from backend.errors import ConfigError, DatabaseError, ModelError
 from backend.metrics.ledger import LEDGER_KIND
 from backend.metrics.ledger_reader import LedgerReader
 from backend.metrics.prefix_history import PrefixHistory
@@ -106,6 +106,9 @@ def load(services: Services, run: Run) -> Source | None:
         return _grown(services, run, source)
     except (ConfigError, ModelError) as error:  # not tried again and again
         st.session_state[_PROBLEM] = run.run_id, str(error)
+        st.session_state.pop(_SOURCE, None)
+        raise
+    except DatabaseError:  # of a damaged ledger what has been read so far is of no use
         st.session_state.pop(_SOURCE, None)
         raise
 

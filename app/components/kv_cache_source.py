@@ -10,6 +10,7 @@ import streamlit as st
 
 from app.components import activity, notes
 from app.components.kv_cache_steps import StepTimes
+from app.components.run_settings import check_settings, num_blocks_of
 from app.components.run_table import workload_text
 from app.services import Services
 from backend.metrics.ledger import LEDGER_KIND
@@ -31,6 +32,7 @@ BLOCKS, PREFIX_CACHE = "Blocks", "Prefix cache"
 MAX_POINTS = 300  # of the chart
 _MAX_TIMES = 10_000  # rows: runs with more steps have some of their times interpolated
 _MAX_LISTED = 200
+_MAX_DIGITS = 15  # of a step in the address
 _SOURCE = "kv-source"
 _NAMES = ("run", "step", "request", "with")  # in the address
 
@@ -85,13 +87,14 @@ def write_address(run_id: int, step: int | None, request: str | None = None) -> 
 
 
 def load(services: Services, run: Run) -> Source | None:
-    """What there is of the run's ledger now; None while there is none."""
+    """What there is of the run's ledger now; None while there is none. Raises `DatabaseError` for a damaged record."""
     known: Source | None = st.session_state.get(_SOURCE)
     if known is not None and (known.run_id, known.is_final) == (run.run_id, True):
         return known
     if not run.load or not run.resolved_config:
         return None
-    block_size = run.resolved_config["cache"]["block_size"]
+    check_settings(run)
+    num_blocks, block_size = num_blocks_of(run), run.resolved_config["cache"]["block_size"]
     if known is not None and known.run_id == run.run_id:
         history = known.history
         history.extend(services.repository.chunks(run.run_id, LEDGER_KIND, from_step=history.steps.stop))
@@ -102,7 +105,7 @@ def load(services: Services, run: Run) -> Source | None:
     rows = services.repository.steps(run.run_id, max_points=MAX_POINTS)
     # A look at a run that goes on is to cost little, and it is mostly at the newest step, whose end is in the last row.
     timed = services.repository.steps(run.run_id, max_points=_MAX_TIMES) if run.is_final else rows
-    source = Source(run.run_id, run.is_final, run.load["num_blocks"], block_size, history, StepTimes(timed), rows)
+    source = Source(run.run_id, run.is_final, num_blocks, block_size, history, StepTimes(timed), rows)
     st.session_state[_SOURCE] = source
     return source
 
@@ -113,18 +116,24 @@ def _follow_address(services: Services, runs: dict[int, Run]) -> None:
     address = tuple(st.query_params.get(name, "") for name in _NAMES)
     if address != state.get(ADDRESS) or RUN not in state:
         asked = parse_run_id(address[0])
-        run = services.repository.get(asked) if asked is not None and asked not in runs else None
-        if run is not None and run.kind == "serve":
-            runs[run.run_id] = run
-        if address[0] and asked not in runs:
-            st.warning(notes.plain(f"There is no run {address[0]} with a KV cache. It may have been deleted."))
+        _add(services, runs, asked)
+        is_known = asked in runs
+        if address[0] and not is_known:
+            _warn_of(address[0])
         state[RUN] = asked
-        state[STEP] = int(address[1]) if address[1].isdecimal() and asked in runs else None
+        state[STEP] = _step_in(address[1]) if is_known else None
         state[FOLLOW] = state[STEP] is None
-        state[REQUEST] = address[2] or None
-        state[BESIDE] = _beside(services, address[3])
+        state[REQUEST] = address[2] or None if is_known or not address[0] else None
+        state[BESIDE] = _beside(services, address[3], asked)
         if state[REQUEST] is not None and "view" not in st.query_params:
             state[VIEW] = PREFIX_CACHE
+    elif state[RUN] is not None:
+        _add(services, runs, state[RUN])  # it may be older than those that are listed
+        if state.get(BESIDE) is not None:
+            state[BESIDE] = _beside(services, str(state[BESIDE]), state[RUN])
+        if state[RUN] not in runs:
+            _warn_of(str(state[RUN]))
+            _begin_anew()
     if state.get(RUN) not in runs:
         state[RUN], state[STEP], state[FOLLOW] = _default(services, runs), None, True
     if not runs:
@@ -139,11 +148,27 @@ def _default(services: Services, runs: dict[int, Run]) -> int | None:
     return next(with_ledger, next(iter(runs), None))
 
 
-def _beside(services: Services, text: str) -> int | None:
+def _add(services: Services, runs: dict[int, Run], run_id: int | None) -> None:
+    run = services.repository.get(run_id) if run_id is not None and run_id not in runs else None
+    if run is not None and run.kind == "serve":
+        runs[run.run_id] = run
+
+
+def _warn_of(name: str) -> None:
+    st.warning(notes.plain(f"There is no run {name} with a KV cache. It may have been deleted."))
+
+
+def _step_in(text: str) -> int | None:
+    """The step that an address asks for; None for what is no number, or none that a run comes to."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS else None
+
+
+def _beside(services: Services, text: str, shown: int | None) -> int | None:
+    """The run that is asked for beside the one that is shown; that one itself is not shown twice."""
     asked = parse_run_id(text)
     run = None if asked is None else services.repository.get(asked)
     if run is not None and run.kind == "serve":
-        return run.run_id
+        return None if run.run_id == shown else run.run_id
     if text:
         st.warning(notes.plain(f"There is no run {text} to show beside. It may have been deleted."))
     return None

@@ -33,8 +33,9 @@ class StepTimes:
     """Seconds since the run's start; between the ends that thinned rows tell, steps count as equally long."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self._last_steps = np.array([row["step"] + row["num_steps"] - 1 for row in rows])
-        self._ends = np.array([row["end_time"] for row in rows])
+        timed = [row for row in rows if row["end_time"] is not None]
+        self._last_steps = np.array([row["step"] + row["num_steps"] - 1 for row in timed])
+        self._ends = np.array([row["end_time"] for row in timed])
         self._peak = max(rows, key=lambda row: row["num_referenced_blocks"])["step"] if rows else None
 
     @property

@@ -23,6 +23,8 @@ from app.components.kv_cache_steps import usage
 from app.components.kv_cache_waste_chart import parts_of
 from app.components.live_panel import POLL_S
 from app.services import Services
+from backend.analysis.kv_size import count_of
+from backend.errors import DatabaseError
 from backend.metrics.kv_use import KVPool, KVUse, kv_use
 from backend.metrics.ledger_format import LedgerStep
 from backend.metrics.step_words import step_sentences
@@ -64,10 +66,9 @@ def show(services: Services, run: Run) -> None:
             POLL_S,
         )
         return
-    source = kv_cache_source.load(services, run)
+    source = _source(services, run)
     if source is None:
         kv_cache_source.write_address(run.run_id, None)
-        _nothing(run)
         return
     number = kv_cache_controls.step(source)
     kv_cache_source.write_address(run.run_id, number)
@@ -84,13 +85,28 @@ def _follow(services: Services, run: Run | None) -> None:
     if run is None:
         st.error("This run has been deleted.")
         return
-    source = kv_cache_source.load(services, run)
+    source = _source(services, run)
     if source is None:
-        _nothing(run)
         return
     number = source.steps[-1]
     st.session_state[STEP] = number
     _step(services, source, number, run)
+
+
+def _source(services: Services, run: Run) -> Source | None:
+    """What there is to show, or None and in words why there is nothing."""
+    try:
+        source = kv_cache_source.load(services, run)
+    except DatabaseError as error:
+        text = f"The blocks of run #{run.run_id} cannot be shown: {error}."
+        st.error(notes.plain(text), icon=":material/broken_image:")
+        return None
+    if source is None:
+        _nothing(run)
+    elif source.history.gaps:
+        text = f"The step ledger of run #{run.run_id} is damaged: {'; '.join(source.history.gaps)}."
+        st.warning(notes.plain(text), icon=":material/warning:")
+    return source
 
 
 def _nothing(run: Run) -> None:
@@ -104,7 +120,16 @@ def _nothing(run: Run) -> None:
 
 
 def _step(services: Services, source: Source, number: int, run: Run) -> None:
-    moment = source.history.at(number)
+    try:
+        moment = source.history.at(number)
+    except DatabaseError as error:
+        st.error(
+            notes.plain(f"The blocks in step {number:,} cannot be shown: {error}."), icon=":material/broken_image:"
+        )
+        st.vega_lite_chart(*usage(source.rows, number))
+        kv_cache_waste.show(services, run, number)
+        _raw(source, number)
+        return
     if moment is None:
         st.info(
             f"The step ledger of run #{source.run_id} was written before it held block events, so its blocks are not known.",
@@ -127,6 +152,10 @@ def _step(services: Services, source: Source, number: int, run: Run) -> None:
             st.vega_lite_chart(*usage(source.rows, number))
     kv_cache_waste.show(services, run, number)
     _requests(use)
+    _raw(source, number)
+
+
+def _raw(source: Source, number: int) -> None:
     with st.expander("Raw data", icon=":material/data_object:"):
         st.caption("This step as JSON, with the blocks that each request holds:")
         st.code(f"servelab runs ledger {source.run_id} --first {number} --last {number} --blocks", language="shell")
@@ -135,13 +164,13 @@ def _step(services: Services, source: Source, number: int, run: Run) -> None:
 
 def _figures(source: Source, use: KVUse, counts: tuple[int, int, int], num_cached: int) -> None:
     referenced, evictable, free = counts
-    total = formatting.quantity(source.num_blocks, "blocks")
+    total = count_of(source.num_blocks, "block")
     with figures.row():
         figures.figure(
             "KV in use",
             formatting.percent(referenced / source.num_blocks),
             "Referenced / usable blocks: those that a request holds now.",
-            f"{formatting.count(referenced)} blocks",
+            count_of(referenced, "block"),
         )
         figures.figure(
             "Evictable",
@@ -161,14 +190,14 @@ def _figures(source: Source, use: KVUse, counts: tuple[int, int, int], num_cache
             formatting.percent(use.saved_share),
             "Sum of reference counts minus distinct blocks, as a share of that sum: what requests would hold more without "
             "sharing.",
-            f"{formatting.count(use.num_saved_blocks)} blocks",
+            count_of(use.num_saved_blocks, "block"),
         )
         figures.figure(
             "Unused slots",
             formatting.percent(use.wasted_share),
             "Slots (of a token each) in held blocks that hold no token, or one that is behind the window, of all slots in "
             "held blocks.",
-            f"{formatting.count(use.num_wasted_slots)} slots",
+            count_of(use.num_wasted_slots, "slot"),
         )
 
 
@@ -188,8 +217,8 @@ def _slots(use: KVUse) -> None:
     share_bar(title, shares, formatting.count(total))
     if use.num_unknown:
         st.caption(
-            f"{formatting.count(use.num_unknown)} requests began before the ledger; their slots count as used, since their "
-            "tokens are not known."
+            f"{count_of(use.num_unknown, 'request')} began before the ledger; their slots count as used, since their tokens "
+            "are not known."
         )
 
 

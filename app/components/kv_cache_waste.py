@@ -12,8 +12,9 @@ from app.components.kv_cache_waste_chart import height_of, parts_of, waste_chart
 from app.components.kv_cache_waste_source import RunWaste, layout_of
 from app.services import Services
 from app.state import fill_form
+from backend.analysis.kv_size import count_of
 from backend.config import EngineConfig
-from backend.errors import ServeLabError
+from backend.errors import DatabaseError, ServeLabError
 from backend.workload.spec import Workload
 from db.run_rows import Run
 
@@ -29,17 +30,23 @@ def show(services: Services, run: Run, number: int) -> None:
     """Args:
     number: of the step that is shown.
     """
-    waste = _load(services, run)
+    try:
+        waste = _load(services, run)
+    except DatabaseError as error:
+        st.caption(notes.plain(f"What the run wasted cannot be told: {error}."))
+        return
     if waste is None:
         return
     st.subheader("Waste over the run", anchor=False, help=_MEANING)
     beside = _pick(services, waste) if run.is_final else None
-    other = None if beside is None else _load(services, beside)
+    other, problem = None, "its block events, or the times of its steps, are not known"
+    try:
+        other = None if beside is None else _load(services, beside)
+    except DatabaseError as error:
+        problem = str(error)
     if other is None or not (waste.times and other.times):
         if beside is not None:
-            st.info(
-                f"Run #{beside.run_id} cannot be shown beside: its block events, or the times of its steps, are not known."
-            )
+            st.info(notes.plain(f"Run #{beside.run_id} cannot be shown beside: {problem}."))
         st.markdown(notes.plain(sentence(waste)))
         _one(waste, number)
     else:
@@ -57,7 +64,7 @@ def sentence(first: RunWaste, second: RunWaste | None = None) -> str:
         totals = first.totals
         return (
             f"Over the run {formatting.percent(totals.wasted_share)} of the held KV slots were wasted; at most "
-            f"{formatting.quantity(totals.most_requests, 'requests')} held blocks at once."
+            f"{count_of(totals.most_requests, 'request')} held blocks at once."
         )
     names = [f"#{waste.run.run_id} ({layout_of(waste.run)})" for waste in (first, second)]
     shares = [formatting.percent(waste.totals.wasted_share) for waste in (first, second)]
@@ -105,7 +112,7 @@ def _pick(services: Services, waste: RunWaste) -> Run | None:
 
 
 def _layout(run: Run) -> str:
-    return layout_of(run) if run.resolved_config else run.status
+    return layout_of(run) or run.status
 
 
 def _take_beside() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import streamlit as st
 
+from app.components.run_settings import check_settings, num_blocks_of
 from app.services import Services
 from backend.analysis.same_requests import request_differences
+from backend.errors import DatabaseError
 from backend.metrics.kv_use import KVPool
 from backend.metrics.ledger import LEDGER_KIND
 from backend.metrics.waste_history import WasteHistory, WasteTotals
@@ -58,18 +60,27 @@ class RunWaste:
         return np.interp(steps, known, starts).tolist()
 
 
-def layout_of(run: Run) -> str:
+def layout_of(run: Run) -> str | None:
+    """None where it is not known."""
+    try:
+        check_settings(run)
+    except DatabaseError:
+        return None
     return (run.resolved_config or {})["cache"]["layout"]
 
 
 def load(services: Services, run: Run) -> RunWaste | None:
-    """What there is of the run's ledger now; None while there is none, and without block events."""
+    """What there is of the run's ledger now; None while there is none, and without block events.
+
+    Raises `DatabaseError` for a damaged ledger or record.
+    """
     if not run.load or not run.resolved_config:
         return None
+    check_settings(run)
     known: dict[int, RunWaste] = st.session_state.setdefault(_SOURCES, {})
     found = known.get(run.run_id)
     if found is None or not found.run.is_final:
-        pool = KVPool.of_run(run.resolved_config, run.load.get("model", {}), run.load["num_blocks"])
+        pool = KVPool.of_run(run.resolved_config, run.load.get("model", {}), num_blocks_of(run))
         history = WasteHistory(run.resolved_config["cache"]["block_size"], pool) if found is None else found.history
         history.extend(services.repository.chunks(run.run_id, LEDGER_KIND, from_step=history.next_step))
         times = services.repository.step_times(run.run_id) if run.is_final else ()
@@ -92,10 +103,7 @@ def asked_the_same(services: Services, waste: RunWaste) -> list[Run]:
     others = [
         other
         for other in services.repository.list(kind="serve", statuses=("finished",), limit=_MAX_LISTED)
-        if other.run_id != run.run_id
-        and other.num_requests == run.num_requests
-        and other.load
-        and other.resolved_config
+        if other.run_id != run.run_id and other.num_requests == run.num_requests and other.load and layout_of(other)
     ]
     others.sort(key=lambda other: (other.workload != run.workload, other.model != run.model))
     alike = [other for other in others[:_MAX_READ] if _is_alike(services, waste, other)]

@@ -10,6 +10,7 @@ from app import formatting
 from app.components import figures, notes
 from app.components.scheduler_source import Source
 from backend.analysis.batching import compare_batching
+from backend.analysis.kv_size import count_of
 from backend.analysis.same_requests import request_differences
 from backend.experiments.compare import flatten, metric_value
 
@@ -56,7 +57,7 @@ def warning(first: Source, second: Source) -> str | None:
 
 def _one(source: Source) -> None:
     use = source.slot_use
-    tokens = source.composition.tokens_in(source.composition.steps)
+    tokens = source.composition.tokens_in(source.measured_steps)
     preempted = [line.num_preemptions for line in source.measured]
     with figures.row():
         figures.figure(
@@ -69,7 +70,7 @@ def _one(source: Source) -> None:
             "Steps",
             formatting.count(use.num_steps),
             "From the first arrival on, without the warm-up.",
-            f"of {formatting.quantity(use.num_slots, 'slots')}",
+            f"of {count_of(use.num_slots, 'slot')}",
         )
         figures.figure(
             "Idle slots",
@@ -81,12 +82,12 @@ def _one(source: Source) -> None:
             "Preemptions",
             formatting.count(sum(preempted)),
             "How often a request gave up its blocks, to be computed again or to come back from host memory.",
-            f"{formatting.count(sum(map(bool, preempted)))} requests",
+            count_of(sum(map(bool, preempted)), "request"),
         )
         figures.figure(
             "Recomputed",
             formatting.count(tokens["recompute"]),
-            "Tokens run again after preemptions.",
+            "Tokens run again after preemptions, or in every step where the layout keeps no cache.",
             f"of {formatting.quantity(sum(tokens.values()), 'tokens')}",
         )
 
@@ -103,7 +104,7 @@ def _idle_sentence(source: Source) -> str:
     return (
         f"{source.run.title}: {formatting.percent(use.idle_share)} of the slot-steps were idle, "
         f"{formatting.percent(use.idle_while_waiting_share)} while requests waited "
-        f"({formatting.count(use.num_steps)} steps of {formatting.quantity(use.num_slots, 'slots')})."
+        f"({count_of(use.num_steps, 'step')} of {count_of(use.num_slots, 'slot')})."
     )
 
 

@@ -76,21 +76,32 @@ def _follow_address(services: Services, runs: dict[int, Run]) -> None:
     if address != state.get(_ADDRESS) or RUN not in state:
         asked = [parse_run_id(text) for text in address[:2]]
         for run_id, text in zip(asked, address, strict=False):
-            run = services.repository.get(run_id) if run_id is not None and run_id not in runs else None
-            if run is not None and run.kind == "serve":
-                runs[run.run_id] = run
-            if text and run_id not in runs:
-                st.warning(notes.plain(f"There is no run {text} with a schedule. It may have been deleted."))
+            _find(services, runs, run_id, text)
         state[RUN], state[BESIDE] = asked
-        state[REQUEST] = address[2] or None
+        is_known = asked[0] in runs or not address[0]
+        state[REQUEST] = address[2] or None if is_known else None
         state[WINDOW] = _window(address[3], address[4])
         state[FOLLOW] = state[WINDOW] is None
+    else:  # they may be older than those that are listed, or deleted by now
+        for key in (RUN, BESIDE):
+            _find(services, runs, state.get(key), str(state.get(key) or ""))
+        if state[RUN] not in runs:
+            state[REQUEST] = state[BESIDE] = None
     if state.get(RUN) not in runs:
         state[RUN], state[WINDOW], state[FOLLOW] = _default(services, runs), None, True
     if state.get(BESIDE) not in runs:
         state[BESIDE] = None
     if not runs:
         del state[RUN]
+
+
+def _find(services: Services, runs: dict[int, Run], run_id: int | None, name: str) -> None:
+    """See to it that the run is among `runs`; say so when something is named that there is not."""
+    run = services.repository.get(run_id) if run_id is not None and run_id not in runs else None
+    if run is not None and run.kind == "serve":
+        runs[run.run_id] = run
+    if name and run_id not in runs:
+        st.warning(notes.plain(f"There is no run {name} with a schedule. It may have been deleted."))
 
 
 def _window(begin: str, end: str) -> tuple[float, float] | None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import streamlit as st
 
 from app.components.kv_cache_map import request_name
+from app.components.run_settings import check_settings
 from app.services import Services
 from backend.analysis.slot_use import SlotUse, slot_use
+from backend.errors import DatabaseError
 from backend.metrics.ledger import LEDGER_KIND
-from backend.metrics.ledger_format import read_chunk
+from backend.metrics.ledger_format import LedgerStep
+from backend.metrics.ledger_reader import Chunk, break_between, read_stored
 from backend.metrics.request_timeline import RequestTimeline, RunTimelines
 from backend.metrics.step_composition import StepComposition
 from db.run_rows import Run
@@ -31,6 +33,7 @@ class Source:
     run: Run
     timelines: RunTimelines
     records: Mapping[str, Mapping[str, Any]]  # request id -> its row, without what is long; of requests that have ended
+    problem: str | None = None  # why later steps of its ledger are not among those that are known
 
     @property
     def composition(self) -> StepComposition:
@@ -71,16 +74,24 @@ class Source:
         return max([*ends, float(self.composition.ends[-1])])
 
     @cached_property
+    def measured_steps(self) -> range:
+        """From the first arrival on, behind the warm-up."""
+        return self.composition.steps_begun(self.first_arrival, float("inf"))
+
+    @cached_property
     def slot_use(self) -> SlotUse:
         """Over the measured steps."""
-        steps = self.composition.steps_begun(self.first_arrival, float("inf"))
-        return slot_use(self.composition, self.lines, self.num_slots, steps)
+        return slot_use(self.composition, self.lines, self.num_slots, self.measured_steps)
 
 
 def load(services: Services, run: Run) -> Source | None:
-    """What there is of the run's schedule; None while there is none."""
+    """What there is of the run's schedule; None while there is none.
+
+    Raises `DatabaseError` for a damaged record, and for a ledger of which no step can be shown.
+    """
     if not run.resolved_config:
         return None
+    check_settings(run)
     sources: dict[int, Source] = st.session_state.setdefault(_SOURCES, {})
     known = sources.get(run.run_id)
     if known is not None and known.run.is_final:
@@ -89,14 +100,34 @@ def load(services: Services, run: Run) -> Source | None:
     begin = timelines.composition.steps.stop
     times = services.repository.step_times(run.run_id, from_step=begin)
     chunks = services.repository.chunks(run.run_id, LEDGER_KIND, from_step=begin)
-    timelines.extend(chain.from_iterable(read_chunk(data).steps for data, _, _ in chunks), times)
+    problem = None
+    try:
+        timelines.extend(_steps_of(chunks, begin), times)
+    except DatabaseError as error:
+        problem = str(error)
+    end = timelines.composition.steps.stop
+    if problem is None and run.is_final and chunks and end <= chunks[-1][2]:
+        problem = f"the time of step {end:,} is not known"
     if not timelines.composition.steps:
+        if problem is not None:
+            raise DatabaseError(problem)
         return None
     records = {row["request_id"]: row for row in services.repository.request_times(run.run_id)}
-    source = Source(run, timelines, records)
+    source = Source(run, timelines, records, problem)
     # A page shows two at most; what it showed before is read again when it is asked for again.
     st.session_state[_SOURCES] = dict([*sources.items(), (run.run_id, source)][-2:])
     return source
+
+
+def _steps_of(chunks: Sequence[Chunk], begin: int) -> Iterator[LedgerStep]:
+    """From step `begin` on, which may lie within the first chunk. Raises `DatabaseError` where they do not go on."""
+    end = begin
+    for place, chunk in enumerate(chunks):
+        words = break_between(end, chunk[1]) if place or chunk[1] > begin else None
+        if words is not None:
+            raise DatabaseError(f"the step ledger is damaged: {words}")
+        yield from read_stored(chunk).steps
+        end = chunk[2] + 1
 
 
 def first_window(sources: Sequence[Source], zeros: Sequence[float], *, newest: bool) -> tuple[float, float]:

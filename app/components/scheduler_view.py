@@ -26,6 +26,7 @@ from app.components.scheduler_pick import REQUEST
 from app.components.scheduler_rows import MAX_BARS, MAX_STEP_BARS, Window, gantt_rows, step_rows, visible
 from app.components.scheduler_source import Source, first_window, load
 from app.services import Services
+from backend.errors import DatabaseError
 from backend.metrics.request_timeline import SPAN_KINDS, RequestTimeline
 from db.run_rows import Run
 
@@ -72,9 +73,16 @@ def explanation() -> None:
 def _runs(services: Services, runs: Sequence[Run | None], *, follows: bool) -> None:
     sources = []
     for run in runs:
-        source = None if run is None else load(services, run)
+        try:
+            source = None if run is None else load(services, run)
+        except DatabaseError as error:
+            text = f"The schedule of run #{run.run_id if run else 0} cannot be shown: {error}."
+            st.error(notes.plain(text), icon=":material/broken_image:")
+            continue
         if source is not None:
             sources.append(source)
+            if source.problem is not None:
+                _cut_short(source, source.problem)
         elif run is None:
             st.error("This run has been deleted.")
         else:
@@ -99,6 +107,12 @@ def _runs(services: Services, runs: Sequence[Run | None], *, follows: bool) -> N
         _schedule(source, zero, shown, whole, one_of=len(sources), interactive=not follows)
     scheduler_request.show(services, sources, choose=not follows)
     _raw(sources)
+
+
+def _cut_short(source: Source, problem: str) -> None:
+    last = source.composition.steps[-1]
+    text = f"Of run #{source.run.run_id} steps up to {last:,} are shown, and none behind them: {problem}."
+    st.warning(notes.plain(text), icon=":material/warning:")
 
 
 def _nothing(run: Run) -> None:

@@ -113,7 +113,7 @@ def size_up(config: Mapping[str, Any], values: Values, card_bytes: int | None = 
     block_size = _given(values, state.BLOCK_SIZE)
     kv.blocks(block_size)
     request = kv.request(prompt + output)
-    card_bytes = _from_gib(values, state.CARD_GIB) if card_bytes is None else card_bytes
+    card_bytes = _card_bytes(values) if card_bytes is None else card_bytes
     # Checked before the weights, so that a wrong input is named whatever the model.
     card = card_memory(
         kv,
@@ -212,6 +212,13 @@ def _length(values: Values, name: str) -> int:
     if value < 1:
         raise ValueError(f"{_WORDS[name]} is {value:,}; it has at least 1 token")
     return value
+
+
+def _card_bytes(values: Values) -> int:
+    card_bytes = _from_gib(values, state.CARD_GIB)
+    if card_bytes < 1:
+        raise ValueError(f"{_WORDS[state.CARD_GIB]} is {values[state.CARD_GIB]:g} GiB; it is at least 1 byte")
+    return card_bytes
 
 
 def _from_gib(values: Values, name: str) -> int:

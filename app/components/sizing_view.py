@@ -21,7 +21,7 @@ from app.components.sizing_figures import (
     compare_layouts,
 )
 from app.components.sizing_models import SizedModel
-from backend.analysis.kv_size import misquoted_llama_3_8b
+from backend.analysis.kv_size import count_of, misquoted_llama_3_8b
 from backend.analysis.memory import CardMemory
 
 _KINDS = {
@@ -169,6 +169,10 @@ def _card(values: Mapping[str, Any], sizing: Sizing, on_card: OnCard) -> None:
                 f"No KV cache fits: weights and reserve take {formatting.memory(needed)}, and "
                 f"{formatting.percent(memory.gpu_memory_utilization)} of the card are "
                 f"{formatting.memory(memory.share_bytes)}. {_remedy(memory)}"
+                if needed >= memory.share_bytes
+                else f"No KV cache fits: the null block, of {formatting.count(memory.blocks.block_size)} tokens, takes "
+                f"{formatting.memory(memory.blocks.bytes_per_block)}, and {formatting.memory(memory.share_bytes - needed)} "
+                "are left beside weights and reserve. Choose a smaller block size."
             ),
             icon=":material/error:",
         )
@@ -185,7 +189,7 @@ def _card(values: Mapping[str, Any], sizing: Sizing, on_card: OnCard) -> None:
 def _remedy(memory: CardMemory) -> str:
     """A smaller dtype or other cards; how many, where each holds its part of the weights and its own activations."""
     each = memory.share_bytes - memory.activation_bytes
-    many = f", or at least {-(-memory.weight_bytes // each):,} cards like this one" if each > 0 else ""
+    many = f", or at least {count_of(-(-memory.weight_bytes // each), 'card')} like this one" if each > 0 else ""
     return f"Choose a smaller weight dtype or a larger card{many}."
 
 
@@ -264,9 +268,7 @@ def _layouts(values: Mapping[str, Any], sizing: Sizing) -> None:
             f"contiguous: {layouts.arithmetic.contiguous.arithmetic}",
             f"paged:      {layouts.arithmetic.paged.arithmetic}",
         ]
-        st.caption(
-            f"In slots of one token, for {formatting.quantity(layouts.num_requests, 'requests')} of this length:"
-        )
+        st.caption(f"In slots of one token, for {count_of(layouts.num_requests, 'request')} of this length:")
         st.code("\n".join(lines), language=None, wrap_lines=True)
 
 

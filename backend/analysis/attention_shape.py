@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from backend.analysis.config_fields import DEFAULTS, ConfigFields
+from backend.analysis.config_fields import DEFAULTS, MAX_LAYERS, ConfigFields
 from backend.models.model_config import DecoderConfig
 
 AttentionKind = Literal["MHA", "GQA", "MQA", "MLA"]
@@ -82,7 +82,7 @@ def read_attention_shape(config: Mapping[str, Any]) -> AttentionShape:
             )
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     if fields.get("kv_lora_rank") is not None:
         kind: AttentionKind = "MLA"
         num_kv_heads, head_dim = 1, fields.integer("kv_lora_rank")

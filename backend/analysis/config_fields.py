@@ -11,6 +11,7 @@ from typing import Any
 
 # Far above any size there is; beyond it a file is damaged or hostile.
 MAX_SIZE = 2**24
+MAX_LAYERS = 2**12  # what is read is looked at layer by layer
 
 _ALIASES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "n_embed", "d_model"),
@@ -115,10 +116,10 @@ class ConfigFields:
         """The same of the whole file, where towers for other modalities are described too; a zero is no value."""
         return bool(self._data.get(name) or self._outer.get(name))
 
-    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE) -> int:
         value = self._present(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_SIZE:
-            raise ValueError(f"{name} {_shown.repr(value)} is not an integer from {least} to {MAX_SIZE:,}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise ValueError(f"{name} {_shown.repr(value)} is not an integer from {least} to {most:,}")
         return value
 
     def optional_integer(self, name: str) -> int | None:

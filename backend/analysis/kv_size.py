@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from backend.analysis.attention_shape import AttentionShape, read_attention_shape
@@ -116,7 +117,7 @@ class KVBlocks:
     @property
     def layers_per_block(self) -> int:
         """All layers of a model whose layers are all alike."""
-        return max(len(group.layers) for group in group_layers(self.kv.shape.windows))
+        return _layers_per_block(self.kv.shape.windows)
 
     @property
     def bytes_per_block(self) -> int:
@@ -198,6 +199,17 @@ def misquoted_llama_3_8b() -> str:
 
 def in_gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB"
+
+
+def count_of(number: int, thing: str) -> str:
+    """ "1 block", "1,024 blocks"."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
+
+
+@lru_cache(maxsize=8)
+def _layers_per_block(windows: tuple[int | None, ...]) -> int:
+    """Asked for with every length that is tried, and found layer by layer."""
+    return max(len(group.layers) for group in group_layers(windows))
 
 
 def _group(shape: AttentionShape, num_layers: int, window: int | None, dtype: str) -> KVLayerGroup:

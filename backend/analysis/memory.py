@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
-from backend.analysis.kv_size import KVBlocks, KVSize, in_gib
+from backend.analysis.kv_size import KVBlocks, KVSize, count_of, in_gib
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,13 @@ class CardMemory:
         each = self.blocks.request_bytes(length)
         count = max(0, self.kv_bytes // each)
         terms = zip(self.blocks.request_blocks(length), self.blocks.group_block_bytes, strict=True)
+        blocks = [f"{count_of(number, 'block')} × {size:,} bytes" for number, size in terms]
         return RequestsThatFit(
             num_tokens=length,
             num_requests=count,
             bytes_per_request=each,
-            arithmetic=f"{' + '.join(f'{n:,} blocks × {size:,} bytes' for n, size in terms)} = {each:,} a request; "
-            f"{self.kv_bytes:,} / {each:,} = {count:,} requests",
+            arithmetic=f"{' + '.join(blocks)} = {each:,} a request; "
+            f"{self.kv_bytes:,} / {each:,} = {count_of(count, 'request')}",
         )
 
     def longest_context(self) -> LongestContext:

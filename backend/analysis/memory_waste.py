@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from backend.analysis.kv_size import count_of
+
 
 @dataclass(frozen=True, slots=True)
 class KVReservation:
@@ -57,14 +59,14 @@ def memory_waste(seq_lens: Sequence[int], max_model_len: int, block_size: int) -
             used,
             contiguous - used,
             0,
-            f"{num_reqs:,} requests × {max_model_len:,} slots − {used:,} tokens = {contiguous - used:,}"
+            f"{count_of(num_reqs, 'request')} × {max_model_len:,} slots − {used:,} tokens = {contiguous - used:,}"
             f"{_share(contiguous - used, contiguous)}",
         ),
         paged=KVReservation(
             used,
             0,
             paged - used,
-            f"{num_blocks:,} blocks × {block_size:,} slots − {used:,} tokens = {paged - used:,}"
+            f"{count_of(num_blocks, 'block')} × {block_size:,} slots − {used:,} tokens = {paged - used:,}"
             f"{_share(paged - used, paged)}",
         ),
         saved_share=1 - paged / contiguous if contiguous else None,

@@ -165,7 +165,7 @@ def _latent_attention(fields: ConfigFields, shape: AttentionShape) -> list[Weigh
 
 
 def _mlps(fields: ConfigFields, shape: AttentionShape, family: _Family) -> list[WeightTensor]:
-    num_moe = sum(_is_moe(fields, layer) for layer in range(shape.num_layers))
+    num_moe = _num_moe_layers(fields, shape.num_layers)
     tensors: list[WeightTensor] = []
     if num_moe < shape.num_layers:
         wide = 4 * shape.hidden_size if fields.model_type in ("gpt2", "falcon") else None
@@ -205,15 +205,16 @@ def _mlp(
     return tensors
 
 
-def _is_moe(fields: ConfigFields, layer: int) -> bool:
+def _num_moe_layers(fields: ConfigFields, num_layers: int) -> int:
     if fields.model_type == "mixtral":
-        return True
+        return num_layers
     if fields.model_type in ("qwen2_moe", "qwen3_moe"):
-        dense = fields.items("mlp_only_layers", int) or []
-        return layer not in dense and (layer + 1) % fields.integer("decoder_sparse_step") == 0
+        dense = frozenset(fields.items("mlp_only_layers", int) or ())
+        step = fields.integer("decoder_sparse_step")
+        return sum(layer not in dense for layer in range(step - 1, num_layers, step))
     if fields.model_type.startswith("deepseek"):
-        return layer >= fields.integer("first_k_dense_replace", least=0)
-    return False
+        return max(0, num_layers - fields.integer("first_k_dense_replace", least=0))
+    return 0
 
 
 def _falcon_norms(fields: ConfigFields) -> int:

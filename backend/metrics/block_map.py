@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from backend.core.block_events import BlockEvent, PoolState
 from backend.core.block_pool import NULL_BLOCK
+from backend.errors import DatabaseError
 from backend.metrics.ledger_format import LedgerStep
 
 GIVING = ("allocate", "share", "swap_in")  # kinds of events that add to the blocks of a request
@@ -15,7 +16,7 @@ GIVING = ("allocate", "share", "swap_in")  # kinds of events that add to the blo
 class BlockMap:
     """Begins with a key frame of the ledger and goes on by the events of the steps behind the one it belongs to.
 
-    What an event does to blocks is said here and nowhere else, by its kind in `apply`. Who follows more than blocks extends
+    What an event does to blocks is said here and nowhere else, by its kind in `_apply`. Who follows more than blocks extends
     what that calls.
 
     Attributes:
@@ -30,22 +31,31 @@ class BlockMap:
         self.cached: set[int] = set(state.cached)
 
     def apply(self, events: Iterable[BlockEvent]) -> None:
-        """Raises `KeyError` for the end of a request that holds nothing: the events are not those that followed."""
+        """Raises `DatabaseError` for an event about a block or a request that is not there: these are not those that followed."""
         for event in events:
-            kind = event.kind
-            if kind in GIVING:
-                self._give(event)
-            elif kind in ("free", "preempt", "swap_out"):
-                self._release(event)
-            elif kind == "cache":
-                self._find(event)
-            elif kind in ("evict", "uncache"):
-                self._lose(event)
-            elif kind == "copy":
-                self._copy(event)
-            else:
-                assert kind == "slide", kind
-                self._slide(event)
+            try:
+                self._apply(event)
+            except (KeyError, IndexError, ValueError):
+                whom = "" if event.request_id is None else f" of request {event.request_id}"
+                raise DatabaseError(
+                    f"the step ledger is damaged: {event.kind!r}{whom} is about blocks that nobody holds"
+                ) from None
+
+    def _apply(self, event: BlockEvent) -> None:
+        kind = event.kind
+        if kind in GIVING:
+            self._give(event)
+        elif kind in ("free", "preempt", "swap_out"):
+            self._release(event)
+        elif kind == "cache":
+            self._find(event)
+        elif kind in ("evict", "uncache"):
+            self._lose(event)
+        elif kind == "copy":
+            self._copy(event)
+        else:
+            assert kind == "slide", kind
+            self._slide(event)
 
     def ref_counts(self) -> Counter[int]:
         """Block -> requests that hold it."""

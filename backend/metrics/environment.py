@@ -15,7 +15,17 @@ import psutil
 from backend.metrics.gpu_monitor import GpuMonitor
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_PACKAGES = ("servelab", "torch", "triton", "transformers", "streamlit", "numpy", "safetensors", "tokenizers", "llvmlite")
+_PACKAGES = (
+    "servelab",
+    "torch",
+    "triton",
+    "transformers",
+    "streamlit",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "llvmlite",
+)
 
 
 def environment(cpu_threads: int | None = None) -> dict[str, Any]:

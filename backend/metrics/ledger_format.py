@@ -43,6 +43,7 @@ STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)  # a code is the place in 
 STEP_KIND_CODES = {kind: code for code, kind in enumerate(STEP_KINDS)}
 EVENT_KINDS: tuple[BlockEventKind, ...] = get_args(BlockEventKind)  # likewise
 EVENT_KIND_CODES = {kind: code for code, kind in enumerate(EVENT_KINDS)}
+_OF_THE_POOL = frozenset({"cache", "evict", "uncache"})  # kinds of events that need no request
 
 _MAGIC = b"SLST"
 _VERSION = 4
@@ -135,15 +136,21 @@ class Columns:
 def read_chunk(data: bytes) -> LedgerSegment:
     """One chunk. Raises `DatabaseError` when it is damaged or written by a newer version."""
     try:
-        raw = zlib.decompress(data)
-        magic, version = _START.unpack_from(raw)
-        if magic == _MAGIC and version not in _COUNTS:
-            raise DatabaseError(
-                f"the step ledger has format {version}; this version of ServeLab reads formats 1 to {_VERSION}"
-            )
-        counts = list(_COUNTS.get(version, _COUNTS[1]).unpack_from(raw, _START.size))
-    except (zlib.error, struct.error) as error:
+        return _decoded(data)
+    except (TypeError, zlib.error, struct.error) as error:  # no bytes, or none that `Columns` has written
         raise DatabaseError(f"the step ledger is damaged: {error}") from None
+    except (IndexError, ValueError, RecursionError):
+        raise DatabaseError("the step ledger is damaged: its parts do not fit together") from None
+
+
+def _decoded(data: bytes) -> LedgerSegment:
+    raw = zlib.decompress(data)
+    magic, version = _START.unpack_from(raw)
+    if magic == _MAGIC and version not in _COUNTS:
+        raise DatabaseError(
+            f"the step ledger has format {version}; this version of ServeLab reads formats 1 to {_VERSION}"
+        )
+    counts = list(_COUNTS.get(version, _COUNTS[1]).unpack_from(raw, _START.size))
     if version == 1:
         counts[2:2] = [0, 0, 0]
     num_steps, num_entries, num_events, num_block_ids, num_lists, names_size = counts
@@ -155,6 +162,8 @@ def read_chunk(data: bytes) -> LedgerSegment:
     if magic != _MAGIC or len(raw) != offset + names_size + 4 * sum(widths) + num_codes:
         raise DatabaseError("the step ledger is damaged: its parts do not add up")
     ids: list[str] = json.loads(raw[offset : offset + names_size])
+    if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
+        raise ValueError("ids are strings")
     numbers = np.frombuffer(raw, dtype="<u4", count=sum(widths), offset=offset + names_size)
     *columns, block_ids = np.split(numbers, np.cumsum(widths)[:-1])
     if version > 3:
@@ -168,6 +177,9 @@ def read_chunk(data: bytes) -> LedgerSegment:
         columns.append([0] * num_lists)
     steps, counts, event_counts, id_indices, tokens, *columns = columns
     owners, event_sizes, event_tokens, list_owners, list_sizes, list_tokens = columns
+    sums = (sum(counts), sum(event_counts), sum(event_sizes) + sum(list_sizes))
+    if sums != (num_entries, num_events, num_block_ids):
+        raise ValueError(f"sums {sums}")
     codes = raw[len(raw) - num_codes :]
     entries = [
         LedgerEntry(ids[index], num_tokens, STEP_KINDS[kind])
@@ -183,6 +195,8 @@ def read_chunk(data: bytes) -> LedgerSegment:
         BlockEvent(EVENT_KINDS[kind], names[owner], group, list(islice(blocks, size)), num_tokens)
         for kind, owner, group, size, num_tokens in zip(kinds, owners, groups, event_sizes, event_tokens, strict=True)
     ]
+    if any(event.request_id is None and event.kind not in _OF_THE_POOL for event in events):
+        raise ValueError("an event is of no request")
     lists = [
         _BlockList(names[owner], group, list(islice(blocks, size)), num_tokens - 1 if num_tokens else None)
         for owner, group, size, num_tokens in zip(list_owners, list_groups, list_sizes, list_tokens, strict=True)

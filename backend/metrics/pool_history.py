@@ -45,6 +45,11 @@ class PoolHistory:
     def steps(self) -> range:
         return self._reader.steps
 
+    @property
+    def gaps(self) -> list[str]:
+        """See `LedgerReader`."""
+        return self._reader.gaps
+
     def extend(self, chunks: Sequence[tuple[bytes, int, int]]) -> None:
         """Go on with what has come behind the ledger of the run, see `LedgerReader`."""
         self._reader = self._reader.longer(chunks)
@@ -59,13 +64,15 @@ class PoolHistory:
             frame, (step, *steps) = found
             unknown = {key: len(groups[0]) for key, groups in frame.held.items() if key not in frame.num_tokens}
             tokens = _tokens_held(self._reader, step.step, unknown, self._block_size)
-            blocks = self._blocks = FilledBlockMap(frame, {**frame.num_tokens, **tokens}, self._block_size)
+            blocks = FilledBlockMap(frame, {**frame.num_tokens, **tokens}, self._block_size)
         else:
             steps = self._reader.read(step.step + 1, number)
         self._step = step
+        self._blocks = None  # until all has been followed: a damaged step leaves them half way
         for step in steps:
             blocks.follow(step)
             self._step = step
+        self._blocks = blocks
         return PoolMoment(self._step, blocks, blocks.num_tokens)
 
 

@@ -89,7 +89,7 @@ class PrefixHistory(FilledBlockMap):
     def extend(self, reader: LedgerReader) -> bool:
         """Take in what the ledger has beyond what is known; False for one that was written before there were block events.
 
-        Raises `DatabaseError` for a damaged ledger.
+        Raises `DatabaseError` for a damaged ledger, and is of no use then.
         """
         steps = reader.steps
         if not self.next_step and steps:

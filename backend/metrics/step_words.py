@@ -103,7 +103,9 @@ def _alike(*blocks: dict[str, int]) -> dict[tuple[int, ...], list[str]]:
     """Requests by how many blocks of each kind they got."""
     alike: dict[tuple[int, ...], list[str]] = {}
     for request_id in dict.fromkeys(request_id for kind in blocks for request_id in kind):
-        alike.setdefault(tuple(kind.get(request_id, 0) for kind in blocks), []).append(request_id)
+        numbers = tuple(kind.get(request_id, 0) for kind in blocks)
+        if any(numbers):  # all that it got may lie behind a window
+            alike.setdefault(numbers, []).append(request_id)
     return alike
 
 

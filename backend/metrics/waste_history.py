@@ -9,13 +9,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from backend.errors import DatabaseError
 from backend.metrics.kv_sums import KVSums
 from backend.metrics.kv_use import KVPool
-from backend.metrics.ledger_format import read_chunk
-from backend.metrics.ledger_reader import LedgerReader
+from backend.metrics.ledger_reader import Chunk, LedgerReader, break_between, read_stored
 from backend.metrics.pool_history import PoolHistory
-
-Chunk = tuple[bytes, int, int]  # data, first step, last step
 
 _PER_BUCKET = 4  # steps that a bucket of a thinned history keeps at most
 
@@ -84,6 +82,7 @@ class WasteHistory:
         self._skipped: list[Chunk] = []  # before the first key frame
         self._sums: KVSums | None = None
         self._next_step = 0
+        self._problem: str | None = None  # once it is there, nothing more is known
         self._columns = {name: array("q") for name in _COLUMNS}
 
     @property
@@ -97,25 +96,37 @@ class WasteHistory:
         return self._next_step
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
-        """Go on with what has come behind, see `LedgerReader`. Raises `DatabaseError` for a damaged chunk."""
-        for chunk in chunks:
-            data, first, last = chunk
-            segment = read_chunk(data)
-            steps = segment.steps
-            if self._sums is None:
-                self._skipped.append(chunk)
-                if segment.key_frame is not None:
-                    # Key frames of older ledgers do not tell tokens; what came before may.
-                    moment = PoolHistory(LedgerReader(self._skipped), self._block_size).at(first)
-                    assert moment is not None
-                    self._sums, self._skipped = KVSums(moment, self._block_size, self._pool), []
-                    self._append(first, self._sums)
-                    steps = steps[1:]
-            if self._sums is not None:
-                for step in steps:
-                    self._sums.follow(step)
-                    self._append(step.step, self._sums)
-            self._next_step = last + 1
+        """Go on with what has come behind, see `LedgerReader`. Raises `DatabaseError` for a damaged ledger, for good."""
+        if self._problem is not None:
+            raise DatabaseError(self._problem)
+        try:
+            for chunk in chunks:
+                self._take(chunk)
+        except DatabaseError as error:
+            self._problem = str(error)
+            raise
+
+    def _take(self, chunk: Chunk) -> None:
+        _, first, last = chunk
+        words = break_between(self._next_step, first)
+        if words is not None:
+            raise DatabaseError(f"the step ledger is damaged: {words}")
+        segment = read_stored(chunk)
+        steps = segment.steps
+        if self._sums is None:
+            self._skipped.append(chunk)
+            if segment.key_frame is not None:
+                # Key frames of older ledgers do not tell tokens; what came before may.
+                moment = PoolHistory(LedgerReader(self._skipped), self._block_size).at(first)
+                assert moment is not None
+                self._sums, self._skipped = KVSums(moment, self._block_size, self._pool), []
+                self._append(first, self._sums)
+                steps = steps[1:]
+        if self._sums is not None:
+            for step in steps:
+                self._sums.follow(step)
+                self._append(step.step, self._sums)
+        self._next_step = last + 1
 
     def at(self, step: int) -> WastePoint:
         """Raises `IndexError` for a step that is not known."""

@@ -14,6 +14,7 @@ from backend.settings import Settings
 MAX_LENGTH = 2**24  # tokens; beyond any model's context
 MAX_REQUESTS = 100_000
 MAX_TURNS = 1000  # of one conversation
+Rate = Annotated[float, Field(ge=1e-9, le=1e6, allow_inf_nan=False)]  # with less, times overflow
 
 
 class FixedLength(Settings):
@@ -174,19 +175,19 @@ class ClosedLoop(Settings):
 
 class ConstantRate(Settings):
     kind: Literal["constant"] = "constant"
-    rate: float = Field(gt=0, le=1e6, allow_inf_nan=False, description="Requests per second.")
+    rate: Rate = Field(description="Requests per second.")
 
 
 class PoissonRate(Settings):
     kind: Literal["poisson"] = "poisson"
-    rate: float = Field(gt=0, le=1e6, allow_inf_nan=False, description="Mean requests per second.")
+    rate: Rate = Field(description="Mean requests per second.")
 
 
 class GammaRate(Settings):
     """Independent gaps of a gamma distribution, as in vLLM's serving benchmark; they vary by 1 / sqrt(burstiness)."""
 
     kind: Literal["gamma"] = "gamma"
-    rate: float = Field(gt=0, le=1e6, allow_inf_nan=False, description="Mean requests per second.")
+    rate: Rate = Field(description="Mean requests per second.")
     burstiness: float = Field(
         1.0, ge=1e-3, le=1e6, allow_inf_nan=False, description="Shape of the gaps: 1 is Poisson, below in bursts."
     )
@@ -196,7 +197,7 @@ class TraceTimes(Settings):
     """The times of the trace that the source replays, from its first request on."""
 
     kind: Literal["trace"] = "trace"
-    speedup: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False, description="Replay the times so much faster.")
+    speedup: Rate = Field(1.0, description="Replay the times so much faster.")
 
 
 class ServiceLevel(Settings):
@@ -221,7 +222,6 @@ Source = Annotated[
 Arrivals = Annotated[
     AllAtOnce | ClosedLoop | ConstantRate | PoissonRate | GammaRate | TraceTimes, Field(discriminator="kind")
 ]
-
 
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Weight = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]

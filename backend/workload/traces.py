@@ -18,6 +18,8 @@ from backend.workload.spec import MAX_LENGTH, MooncakeSource, TraceSource
 CSV_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 JSON_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
 
+MAX_TIME_MS = 2**53  # whole milliseconds up to there are exact
+
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 
 
@@ -73,6 +75,9 @@ def _csv_rows(source: TraceSource) -> Iterator[TraceRow]:
                 raise ConfigError(
                     f"{where}: no column {missing[0]!r}; columns in this file: {', '.join(columns)[:100]}"
                 )
+            doubled = [name for name in CSV_COLUMNS if columns.count(name) > 1]
+            if doubled:
+                raise ConfigError(f"{where}: column {doubled[0]!r} is there {columns.count(doubled[0])} times")
             continue
         if len(cells) != len(columns):
             raise ConfigError(f"{where}: {len(cells)} values; the file has {len(columns)} columns")
@@ -130,8 +135,10 @@ def _json_rows(source: MooncakeSource) -> Iterator[TraceRow]:
     expected = f"the keys {', '.join(repr(key) for key in JSON_KEYS)}"
     for where, record in read_objects(source.file, expected):
         timestamp, *lengths, hash_ids = (value_at(record, key, where) for key in JSON_KEYS)
-        if not _is_number(timestamp) or not 0 <= timestamp < math.inf:
-            raise ConfigError(f"{where}: timestamp is {_shown(timestamp)}; expected milliseconds from 0 on")
+        if not _is_number(timestamp) or not 0 <= timestamp <= MAX_TIME_MS:
+            raise ConfigError(
+                f"{where}: timestamp is {_shown(timestamp)}; expected milliseconds from 0 to {MAX_TIME_MS:,}"
+            )
         if last_ms is not None and timestamp < last_ms:
             raise _backwards(f"{where}: timestamp", _shown(timestamp))
         first_ms, last_ms = timestamp if first_ms is None else first_ms, timestamp

@@ -186,7 +186,7 @@ def _paged_attention_kernel(
         True,
     )
 
-    if NUM_SPLITS > 1:
+    if NUM_SPLITS > 1:  # noqa: SIM102  (without splits there is no number of shares to ask for)
         if num_shares > 1:
             # -- leave this share's part: [num_tiles, num_kv_heads, NUM_SPLITS, BLOCK_M (, BLOCK_D)]
             place = tile * tl.num_programs(1) + kv_head

@@ -95,6 +95,22 @@ def test_auto_is_the_checkpoints_dtype_and_bfloat16_where_it_names_none() -> Non
     assert gpt2.num_bytes().total == 2 * gpt2.parameters().total
 
 
+@pytest.mark.parametrize(
+    ("config", "changes", "num_moe"),
+    [
+        (published.QWEN_3_30B_A3B, {"mlp_only_layers": [0, 7, 99, 7]}, 46),
+        (published.QWEN_3_30B_A3B, {"decoder_sparse_step": 3}, 16),  # layers 2, 5, ..., 47
+        (published.QWEN_3_30B_A3B, {"decoder_sparse_step": 3, "mlp_only_layers": [1, 2, 5]}, 14),
+        (published.QWEN_3_30B_A3B, {"decoder_sparse_step": 49}, 0),
+        (published.DEEPSEEK_V3, {"first_k_dense_replace": 0}, 61),
+        (published.DEEPSEEK_V3, {"first_k_dense_replace": 70}, 0),
+    ],
+)
+def test_which_layers_have_experts(config: dict[str, Any], changes: dict[str, Any], num_moe: int) -> None:
+    routers = [tensor.count for tensor in read_weights(config | changes).tensors if tensor.name == "router"]
+    assert routers == ([num_moe] if num_moe else [])
+
+
 def test_what_a_checkpoint_holds_beside_the_decoder_is_named() -> None:
     assert read_weights(published.LLAMA_3_1_8B).not_counted == ()
     assert read_weights(published.GEMMA_3_4B).not_counted == ("the vision tower and its projector",)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import get_args
 
 import pytest
 
 from app.cli import main
 from app.services import Services
+from backend.core.block_events import BlockEventKind
 from tests.app.stored_runs import add_run
 
 
@@ -41,6 +44,11 @@ def test_the_steps_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert shared[0]["block_ids"] == held[0][:2]
     assert set(shared[0]["block_ids"]) <= set(step["cached"])  # type: ignore[arg-type]
     assert len(lines(capsys, run_id, "--first", "1", "--last", "2")) == 2
+
+
+def test_the_help_knows_every_kind_of_event(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "ledger", "--help"]) == 0
+    assert set(get_args(BlockEventKind)) <= set(re.findall(r"\w+", capsys.readouterr().out))
 
 
 def test_a_run_without_a_ledger_and_one_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,12 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.components import sizing_charts, sizing_state
-from app.components.sizing_figures import compare_layouts, size_up
+from app.components.sizing_figures import compare_dtypes, compare_layouts, size_up
 from app.components.sizing_state import parameters, read_address, write_address
+from backend.analysis import kv_size as kv_size_module
+from backend.analysis.config_fields import MAX_LAYERS
 from backend.analysis.kv_size import kv_size
 from backend.analysis.memory_waste import memory_waste
 from backend.analysis.parameters import read_weights
 from backend.analysis.presets import CARD_PRESETS, MODEL_PRESETS
+from backend.core.kv_groups import LayerGroup, group_layers
 from tests.analysis import published
 
 KNOWN = parameters(("card", "typed"))
@@ -48,6 +52,26 @@ def chart_rows(model: str, length: int) -> dict[str, dict[int, int]]:
 )
 def test_presets_have_as_many_weights_as_published(model: str, num_parameters: int) -> None:
     assert read_weights(MODEL_PRESETS[model].config).parameters().total == num_parameters
+
+
+@pytest.mark.parametrize("model", ["Llama-3.1-8B", "Gemma-3-4B", "DeepSeek-V3"])
+def test_the_most_layers_there_may_be_are_grouped_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every length that is tried asks for the size of a block, which is found layer by layer."""
+    calls: list[int] = []
+
+    def counted(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
+        calls.append(len(windows))
+        return group_layers(windows)
+
+    monkeypatch.setattr(kv_size_module, "group_layers", counted)
+    kv_size_module._layers_per_block.cache_clear()
+    config = dict(MODEL_PRESETS[model].config)
+    text = {name: value for name, value in config.get("text_config", config).items() if name != "layer_types"}
+    text["num_hidden_layers"] = MAX_LAYERS
+    config = config | {"text_config": text} if "text_config" in config else text
+    sizing = size_up(config, DEFAULTS, 2**50)
+    assert len(compare_dtypes(config, DEFAULTS, sizing)) == 4
+    assert calls == [MAX_LAYERS]
 
 
 def test_the_text_model_of_gemma_3_4b() -> None:

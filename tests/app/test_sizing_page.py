@@ -121,6 +121,15 @@ def test_a_model_that_does_not_fit_is_one_error_with_a_remedy(services: FakeServ
     assert metrics(app)["Requests that fit"] == "0"
 
 
+def test_a_block_larger_than_the_card_is_named(services: FakeServices) -> None:
+    """Of 10^12 tokens of 131,072 bytes, the one block that serves no request."""
+    app = page("sizing", block=str(10**12))
+    assert len(app.error) == 1
+    assert "the null block, of 1,000,000,000,000 tokens, takes 116 PiB" in words(app)
+    assert "Choose a smaller block size" in words(app)
+    assert "weight dtype or a larger card" not in words(app)
+
+
 def test_a_request_longer_than_the_model_is_warned_of(services: FakeServices) -> None:
     assert "longer than the model's max_position_embeddings, 1,024" in words(page("sizing", llm="GPT-2"))
 

@@ -25,15 +25,17 @@ from backend.sampling_params import SamplingParams
 Entry = tuple[str, int, StepKind]
 _NUMBER = st.integers(0, 2**32 - 1)
 _BLOCKS = st.lists(_NUMBER, max_size=5)
+_OF_THE_POOL: list[BlockEventKind] = ["cache", "evict", "uncache"]
 _EVENTS = st.lists(
     st.builds(
         BlockEvent,
         st.sampled_from(get_args(BlockEventKind)),
-        st.none() | st.text(max_size=8),
+        st.text(max_size=8),
         st.integers(0, 255),
         _BLOCKS,
         _NUMBER,
-    ),
+    )
+    | st.builds(BlockEvent, st.sampled_from(_OF_THE_POOL), st.none(), st.integers(0, 255), _BLOCKS, _NUMBER),
     max_size=4,
 )
 _HELD = st.dictionaries(st.text(max_size=8), st.lists(_BLOCKS, min_size=1, max_size=3), max_size=4)

@@ -98,3 +98,10 @@ def test_many_different_requests_are_summed_up() -> None:
         "Request 2 took 2 blocks.",
         "4 more requests took 18 blocks in all.",
     ]
+
+
+def test_a_request_that_got_only_what_lies_behind_a_window() -> None:
+    assert sentences(BlockEvent("share", "run-1", 0, [0, 0]), BlockEvent("allocate", "run-2", 0, [3])) == [
+        "Request 2 took 1 block.",
+        "The step runs no token.",
+    ]

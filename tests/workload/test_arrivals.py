@@ -51,6 +51,16 @@ def test_poisson_gaps_are_exponential_and_independent():
     assert abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.03
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("arrivals", [ConstantRate, PoissonRate, GammaRate])
+def test_the_lowest_rate_gives_times(arrivals: type[ConstantRate | PoissonRate | GammaRate]):
+    settings = {"burstiness": 1e-3} if arrivals is GammaRate else {}
+    times = arrival_times(arrivals(rate=1e-9, **settings), 1000, 0)
+    assert times is not None
+    assert np.isfinite(times).all()
+    assert times[-1] > 1e11
+
+
 def test_poisson_counts_per_second_are_poisson():
     times = np.array(poisson(5.0, 20_001, seed=1))
     counts = np.bincount(times.astype(int))[:-1]

@@ -73,7 +73,17 @@ def test_arrivals_that_were_chosen_stay():
         ({"source.kind": "conversations", "source.think_time_s": -1.0}, "source.think_time_s = -1.0"),
         ({"arrivals.kind": "gamma"}, "arrivals.rate is missing"),
         ({"arrivals.kind": "gamma", "arrivals.rate": 1.0, "arrivals.burstiness": 0.0}, "arrivals.burstiness = 0.0"),
-        ({"source": TRACE, "arrivals.speedup": 0.0}, "arrivals.speedup = 0.0: input should be greater than 0"),
+        (
+            {"source": TRACE, "arrivals.speedup": 0.0},
+            "arrivals.speedup = 0.0: input should be greater than or equal to 0.0",
+        ),
+        ({"source": TRACE, "arrivals.speedup": 1e-300}, "arrivals.speedup = 1e-300: input should be greater than or"),
+        (
+            {"arrivals.kind": "constant", "arrivals.rate": 5e-324},
+            "arrivals.rate = 5e-324: input should be greater than",
+        ),
+        ({"arrivals.kind": "poisson", "arrivals.rate": 5e-324}, "arrivals.rate = 5e-324: input should be greater than"),
+        ({"arrivals.kind": "gamma", "arrivals.rate": 5e-324}, "arrivals.rate = 5e-324: input should be greater than"),
     ],
 )
 def test_what_cannot_be_is_named(overrides: dict[str, Any], message: str):

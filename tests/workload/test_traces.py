@@ -197,6 +197,10 @@ def test_a_line_is_counted_as_an_editor_does(tmp_path: Path):
             r":1: no column 'ContextTokens'; columns in this file: TIMESTAMP, Context",
         ),
         (ROWS[0], r":1: no column 'TIMESTAMP'; columns in this file: 2023"),
+        (
+            b"TIMESTAMP,ContextTokens,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,3,9,4\n",
+            r":1: column 'ContextTokens' is there 2 times",
+        ),
     ],
 )
 def test_files_that_are_no_trace(tmp_path: Path, content: bytes, message: str):
@@ -299,11 +303,14 @@ def test_blocks_of_another_length(tmp_path: Path):
             {"timestamp": 1, "input_length": 5, "hash_ids": [1]},
             r"no key 'output_length'; keys in this line: 'timestamp', ",
         ),
-        (row("1", 5, 1, [1]), r"timestamp is '1'; expected milliseconds from 0 on"),
+        (row("1", 5, 1, [1]), r"timestamp is '1'; expected milliseconds from 0 to 9,007,199,254,740,992"),
         (row(True, 5, 1, [1]), r"timestamp is True; expected milliseconds"),
         (row(-1, 5, 1, [1]), r"timestamp is -1; expected milliseconds"),
         (row(float("nan"), 5, 1, [1]), r"timestamp is nan; expected milliseconds"),
         (row(float("inf"), 5, 1, [1]), r"timestamp is inf; expected milliseconds"),
+        (row(10**400, 5, 1, [1]), r"timestamp is 1000.*; expected milliseconds"),
+        (row(2**53 + 1, 5, 1, [1]), r"timestamp is 9007199254740993; expected milliseconds"),
+        (row(1e308, 5, 1, [1]), r"timestamp is 1e\+308; expected milliseconds"),
         (row(9.5, 5, 1, [1]), r"timestamp = 9.5 is before the row above; a trace must be in the order of its times"),
         (row(10, 0, 1, []), r"input_length = 0: expected a whole number of tokens from 1 to 16,777,216"),
         (row(10, 5.0, 1, [1]), r"input_length = 5.0: expected a whole number"),
