@@ -19,6 +19,7 @@ from app.cli_kernels import kernels
 from app.cli_kv_quality import kv_quality
 from app.cli_models import models
 from app.cli_quality import quality
+from app.cli_quantization import quantization
 from app.cli_quantize import quantize
 from app.cli_run import run
 from app.cli_runs import compare, export, runs
@@ -40,6 +41,7 @@ cli.command()(export)
 cli.add_typer(kernels, name="kernels")
 cli.command(name="kv-quality")(kv_quality)
 cli.command()(quality)
+cli.command()(quantization)
 cli.command()(quantize)
 cli.command()(doctor)
 cli.command(name="app")(app_command)

@@ -40,7 +40,9 @@ def check_port(port: int) -> None:
                 reason = f"port {port} is in use on {ADDRESS}"
             else:
                 reason = f"port {port} cannot be used on {ADDRESS}: {os.strerror(error.errno or 0)}"
-            raise ServeLabError(f"{reason}; choose another one, with --port 8600 or make run PORT=8600 for instance") from None
+            raise ServeLabError(
+                f"{reason}; choose another one, with --port 8600 or make run PORT=8600 for instance"
+            ) from None
 
 
 def _start(port: int) -> None:

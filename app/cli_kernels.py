@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
-from app import formatting, terminal
+from app import cli_labs, formatting, terminal
 from app.cli_options import JsonOption
 
 if TYPE_CHECKING:
-    from app.services import Services
     from backend.experiments.kernel_config import Experiment, KernelLabConfig
-    from backend.metrics.stats import RunEnd
     from db.run_rows import Run
-
-_POLL_S = 0.1
 
 kernels = typer.Typer(help="Check and time the kernels of this machine.", no_args_is_help=True)
 
@@ -100,13 +93,13 @@ def _run(config: KernelLabConfig, label: str | None, store: bool, as_json: bool)
     with (
         terminal.results() as out,
         terminal.Interruption() as interruption,
-        _services(store) as services,
+        cli_labs.services(store) as services,
     ):
         run_id = start_kernel_run(services, config, label)
         if store:
             terminal.note(f"run {formatting.run_name(run_id, label)}")
         with terminal.Status() as status:
-            end = _wait(services, run_id, interruption, status)
+            end = cli_labs.wait(services, run_id, interruption, status)
         run, results = services.repository.get_all([run_id])[0], services.repository.kernel_results(run_id)
         if as_json:
             terminal.write_document(out, _document(run, results, store))
@@ -119,35 +112,6 @@ def _run(config: KernelLabConfig, label: str | None, store: bool, as_json: bool)
         if problem or (problem := services.recording_error(run_id)):
             terminal.fail(problem)
             raise typer.Exit(1)
-
-
-@contextmanager
-def _services(store: bool) -> Iterator[Services]:
-    """Services on the user's database, or on one that goes when they close."""
-    from app.services import Services
-
-    if store:
-        with Services.open() as services:
-            yield services
-        return
-    with (
-        tempfile.TemporaryDirectory(prefix="servelab-") as folder,
-        Services.open(f"sqlite:///{Path(folder) / 'unstored.db'}") as services,
-    ):
-        yield services
-
-
-def _wait(services: Services, run_id: int, interruption: terminal.Interruption, status: terminal.Status) -> RunEnd:
-    cancelled = False
-    while (end := services.queue.wait(run_id, timeout=_POLL_S)) is None:
-        if interruption and not cancelled:
-            status.show("cancelling")
-            services.queue.cancel(run_id)
-            cancelled = True
-        live = services.queue.live(run_id)
-        if live is not None and not cancelled:
-            status.show(live.phase.name.rstrip(","), formatting.phase_text(live.phase))
-    return end
 
 
 def _document(run: Run, results: Sequence[dict[str, Any]], store: bool) -> dict[str, Any]:

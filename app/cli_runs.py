@@ -159,10 +159,10 @@ def export(
     output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="File to write; - is stdout.")],
     file_format: Annotated[Literal["json", "csv"], typer.Option("--format", help="json or csv.")],
     table: Annotated[
-        Literal["requests", "steps", "runs", "kernels"] | None,
+        Literal["requests", "steps", "runs", "kernels", "quantization"] | None,
         typer.Option(
             "--table",
-            help="What to export. Otherwise: requests (of kernel runs, their results) in CSV, runs with all they hold in JSON.",
+            help="What to export. Otherwise: requests (of a lab's runs, their results) in CSV, runs with all they hold in JSON.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,

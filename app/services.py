@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from backend.config import EngineConfig
 from backend.errors import EngineError
-from backend.metrics.stats import RunEnd, StatsSink
+from backend.metrics.stats import RunEnd
 from backend.workload.spec import Workload
 from db.recorder import RunRecorder
 from db.repository import RunRepository
@@ -22,6 +22,8 @@ from db.session import Database
 if TYPE_CHECKING:
     from backend.engine.engine_host import EngineHost
     from backend.experiments.kernel_config import KernelLabConfig
+    from backend.experiments.quantization_config import QuantizationLabConfig
+    from backend.experiments.run_jobs import Task
     from backend.experiments.run_queue import RunQueue
 
 
@@ -138,20 +140,36 @@ def start_kernel_run(services: Services, config: KernelLabConfig, label: str | N
     queue = services.queue  # it prepares the surroundings in which torch is imported
     resolve_lab(config)
     run_id = services.repository.create(config.to_dict(), {}, label, kind="kernels")
-    recorder = services._add_recorder(run_id)
 
     def store(result: Mapping[str, Any]) -> None:
         services.repository.add_kernel_result(run_id, result)
 
-    def task(sink: StatsSink, cancel: threading.Event) -> RunEnd:
-        return run_lab(config, sink, store, cancel)
+    _submit_task(services, queue, run_id, lambda sink, cancel: run_lab(config, sink, store, cancel))
+    return run_id
 
+
+def start_quantization_run(services: Services, config: QuantizationLabConfig, label: str | None = None) -> int:
+    """The same for the quantization lab. Raises as `start_run`."""
+    from backend.experiments.quantization_lab import check_lab, run_lab
+
+    queue = services.queue
+    check_lab(config)
+    run_id = services.repository.create(config.to_dict(), {}, label, kind="quantization")
+
+    def store(result: Mapping[str, Any]) -> None:
+        services.repository.add_quantization_result(run_id, result)
+
+    _submit_task(services, queue, run_id, lambda sink, cancel: run_lab(config, sink, store, cancel))
+    return run_id
+
+
+def _submit_task(services: Services, queue: RunQueue, run_id: int, task: Task) -> None:
+    recorder = services._add_recorder(run_id)
     try:
         queue.submit_task(run_id, task, (recorder,))
     except BaseException as error:
         recorder.on_run_end(RunEnd("failed", end_time=time.perf_counter(), error=str(error)))
         raise
-    return run_id
 
 
 def check_run(config: EngineConfig, workload: Workload) -> None:

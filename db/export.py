@@ -12,12 +12,13 @@ from datetime import datetime
 from typing import Any, Literal
 
 from db.base import plain_data
-from db.models import KernelResultRow, RequestRow, StepRow
+from db.models import KernelResultRow, QuantizationResultRow, RequestRow, StepRow
 from db.repository import RunRepository
 from db.run_rows import Row, Run
 
 Format = Literal["json", "csv"]
-Table = Literal["requests", "steps", "runs", "kernels"]
+Table = Literal["requests", "steps", "runs", "kernels", "quantization"]
+
 
 # A spreadsheet takes a cell that begins so for a formula; tab and line ends are skipped before it looks.
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
@@ -27,11 +28,11 @@ def export_runs(repository: RunRepository, run_ids: Sequence[int], format: Forma
     """Export runs, in the order asked for, as UTF-8.
 
     Args:
-        format: `json` is one list; `csv` is one table with a header: when none is named `requests`, or `kernels` where
-            all runs are the kernel lab's.
-        table: `requests`, `steps` and `kernels` give those rows with their `run_id`, `runs` one flat row per run with
-            dotted names (`config.cache.block_size`, `summary.ttft_ms.p50`). None in JSON gives each run whole, its
-            requests and steps, or its kernel results, in it.
+        format: `json` is one list; `csv` is one table with a header: when none is named `requests`, or the results of a
+            lab where all runs are its own.
+        table: `requests`, `steps`, `kernels` and `quantization` give those rows with their `run_id`, `runs` one flat row
+            per run with dotted names (`config.cache.block_size`, `summary.ttft_ms.p50`). None in JSON gives each run
+            whole, its requests and steps, or its lab's results, in it.
 
     JSON has null, CSV an empty cell for what does not exist. Lists are JSON text in CSV cells. Numbers are written so that
     they read back equal; text that a spreadsheet would run is prefixed (see `spreadsheet_safe`). Raises `DatabaseError` for
@@ -44,13 +45,14 @@ def export_runs(repository: RunRepository, run_ids: Sequence[int], format: Forma
         return (json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1) + "\n").encode(
             "utf-8", "backslashreplace"
         )
-    table = table or ("kernels" if runs and all(run.kind == "kernels" for run in runs) else "requests")
+    table = table or _table_of(runs)
     rows = _rows(repository, runs, table)
     header = {
         "requests": _REQUEST_COLUMNS,
         "steps": _STEP_COLUMNS,
         "runs": _union_of_keys(rows),
         "kernels": _KERNEL_COLUMNS,
+        "quantization": _QUANTIZATION_COLUMNS,
     }[table]
     return _to_csv(header, rows)
 
@@ -64,6 +66,14 @@ def spreadsheet_safe(text: str) -> str:
     return f"'{text}" if _FORMULA.match(text) else text
 
 
+def _table_of(runs: Sequence[Run]) -> Table:
+    kinds = {run.kind for run in runs}
+    for kind in _LABS:
+        if kinds == {kind}:
+            return kind
+    return "requests"
+
+
 def _rows(repository: RunRepository, runs: Iterable[Run], table: Table) -> list[Row]:
     match table:
         case "requests":
@@ -72,13 +82,15 @@ def _rows(repository: RunRepository, runs: Iterable[Run], table: Table) -> list[
             return [row for run in runs for row in repository.steps(run.run_id)]
         case "kernels":
             return [row for run in runs for row in repository.kernel_results(run.run_id)]
+        case "quantization":
+            return [row for run in runs for row in repository.quantization_results(run.run_id)]
         case "runs":
             return [dict(_flatten(_run_fields(run))) for run in runs]
 
 
 def _whole(repository: RunRepository, run: Run) -> Row:
-    if run.kind == "kernels":
-        return _run_fields(run) | {"kernels": repository.kernel_results(run.run_id)}
+    if run.kind in _LABS:
+        return _run_fields(run) | {run.kind: _rows(repository, [run], run.kind)}
     return _run_fields(run) | {"requests": repository.requests(run.run_id), "steps": repository.steps(run.run_id)}
 
 
@@ -120,10 +132,12 @@ def _cell(value: Any) -> Any:
     return value  # numbers, which csv writes by repr, and None, which it leaves empty
 
 
-def _columns(table: type[RequestRow | StepRow | KernelResultRow]) -> list[str]:
+def _columns(table: type[RequestRow | StepRow | KernelResultRow | QuantizationResultRow]) -> list[str]:
     return [column.name for column in table.__table__.columns if column.name != "row_id"]
 
 
+_LABS: tuple[Literal["kernels", "quantization"], ...] = ("kernels", "quantization")  # run kinds, as their tables
 _REQUEST_COLUMNS = _columns(RequestRow)
 _STEP_COLUMNS = [*_columns(StepRow), "num_steps", "kv_cache_usage"]
 _KERNEL_COLUMNS = _columns(KernelResultRow)
+_QUANTIZATION_COLUMNS = _columns(QuantizationResultRow)

@@ -1,4 +1,4 @@
-"""The tables: a run, its requests, steps, telemetry samples and ledger chunks, and the results of the kernel lab.
+"""The tables: a run, its requests, steps, telemetry samples and ledger chunks, and the results of the labs.
 
 Times of records are seconds since the run's start (`RunStart.start_time`, before the warm-up); wall time appears only in the
 three `*_at` columns of `runs`. Durations are in milliseconds where the name says `_ms`. What does not exist is NULL.
@@ -190,3 +190,40 @@ class KernelResultRow(Base):
     limited_by: Mapped[str | None] = mapped_column(String(16))  # bandwidth, matmul
     length: Mapped[int | None]  # of the attention comparison, in tokens
     peak_memory_bytes: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class QuantizationResultRow(Base):
+    """One variant of a model in the quantization lab, or what one part of it costs alone; or why there is no figure."""
+
+    __tablename__ = "quantization_results"
+    __table_args__ = (Index(None, "run_id"),)
+
+    row_id: Mapped[int] = mapped_column(_ROW_ID, primary_key=True)
+    run_id: Mapped[int] = _run_key()
+    variant: Mapped[str] = mapped_column(ForeignText)  # as the lab's config names it; "reference" is the model itself
+    part: Mapped[str | None] = mapped_column(ForeignText)  # of a sensitivity scan: what alone is quantized
+    settings: Mapped[dict[str, Any] | None] = mapped_column(Json)  # of an engine, defaults filled in
+    checkpoint: Mapped[str | None] = mapped_column(ForeignText)  # folder that was made of the model
+    problem: Mapped[str | None] = mapped_column(ForeignText)  # why there are no figures
+    bits_per_weight: Mapped[float | None] = mapped_column(FiniteFloat)
+    weights_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    kv_bytes_per_token: Mapped[int | None] = mapped_column(BigInteger)
+    peak_memory_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    num_tokens: Mapped[int | None]  # that were scored
+    perplexity: Mapped[float | None] = mapped_column(FiniteFloat)
+    kl_mean: Mapped[float | None] = mapped_column(FiniteFloat)
+    kl_p50: Mapped[float | None] = mapped_column(FiniteFloat)
+    kl_p99: Mapped[float | None] = mapped_column(FiniteFloat)
+    kl_max: Mapped[float | None] = mapped_column(FiniteFloat)
+    top1_agreement: Mapped[float | None] = mapped_column(FiniteFloat)
+    delta_p: Mapped[float | None] = mapped_column(FiniteFloat)
+    delta_p_standard_error: Mapped[float | None] = mapped_column(FiniteFloat)
+    emulated: Mapped[bool | None]  # computed by a reference, whose speed says nothing
+    prefill_tok_s: Mapped[float | None] = mapped_column(FiniteFloat)
+    decode_1_tok_s: Mapped[float | None] = mapped_column(FiniteFloat)
+    decode_32_tok_s: Mapped[float | None] = mapped_column(FiniteFloat)
+    prepare_s: Mapped[float | None] = mapped_column(FiniteFloat)
+    measure_s: Mapped[float | None] = mapped_column(FiniteFloat)
+    num_layers: Mapped[int | None]  # linear layers that are quantized
+    layers: Mapped[list[dict[str, Any]] | None] = mapped_column(Json)  # a `LayerError` each
+    layers_problem: Mapped[str | None] = mapped_column(ForeignText)

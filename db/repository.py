@@ -7,16 +7,16 @@ from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from sqlalchemy import Select, Table, delete, func, insert, or_, select, update
+from sqlalchemy import Select, Table, delete, func, insert, select, update
 from sqlalchemy.engine import CursorResult
 
 from backend.errors import DatabaseError
 from backend.metrics.stats import FINAL_STATUSES
 from db.base import Base
-from db.models import ChunkRow, KernelResultRow, RequestRow, RunRow, SampleRow, StepRow
+from db.models import ChunkRow, KernelResultRow, QuantizationResultRow, RequestRow, RunRow, SampleRow, StepRow
 from db.owner import Owner
-from db.run_ids import parse_run_id
-from db.run_rows import Row, Run, RunKind, kernel_result_row, to_run
+from db.run_rows import Row, Run, RunKind, result_row, to_run
+from db.run_search import matches
 from db.step_queries import select_steps
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class RunRepository:
         """Add a queued run that belongs to this process; returns its id.
 
         Args:
-            config: `EngineConfig.to_dict()`, as asked; of a kernel run, its `KernelLabConfig.to_dict()`.
-            workload: `Workload.to_dict()`; of a kernel run, empty.
+            config: `EngineConfig.to_dict()`, as asked; of a lab's run, the lab's config.
+            workload: `Workload.to_dict()`; of a lab's run, empty.
         """
         owner = {f"owner_{name}": value for name, value in asdict(Owner.this_process()).items()}
         row = RunRow(
@@ -66,7 +66,7 @@ class RunRepository:
             label=label or None,
             notes=notes or None,
             created_at=datetime.now(UTC),
-            model=config["model"]["name"] if kind == "serve" else "",
+            model=config["model"]["name"] if kind == "serve" else config.get("model", ""),
             config=config,
             workload=workload,
             notices=[],
@@ -117,7 +117,7 @@ class RunRepository:
         """
         query = select(RunRow).order_by(RunRow.run_id.desc()).limit(limit)
         if text and text.strip():
-            query = query.where(_matches(text.strip()))
+            query = query.where(matches(text.strip()))
         if statuses is not None:
             query = query.where(RunRow.status.in_(statuses))
         if models is not None:
@@ -130,7 +130,7 @@ class RunRepository:
     def models(self) -> list[str]:
         """Names of the models that have runs, sorted."""
         with self._database.read() as session:
-            query = select(RunRow.model).where(RunRow.kind == "serve").distinct().order_by(RunRow.model)
+            query = select(RunRow.model).where(RunRow.model != "").distinct().order_by(RunRow.model)
             return list(session.scalars(query))
 
     def set_label(self, run_id: int, label: str | None) -> None:
@@ -242,12 +242,20 @@ class RunRepository:
         return self._rows(_select_records(SampleRow, run_id).order_by(SampleRow.time))
 
     def add_kernel_result(self, run_id: int, result: Mapping[str, Any]) -> None:
-        """Store one result of a kernel run that goes on; see `kernel_result_row`."""
-        self.record(run_id, {}, {KernelResultRow: [kernel_result_row(run_id, result)]})
+        """Store one result of a kernel run that goes on; see `result_row`."""
+        self.record(run_id, {}, {KernelResultRow: [result_row(KernelResultRow, run_id, result)]})
 
     def kernel_results(self, run_id: int) -> list[Row]:
         """The run's kernel results as dicts by column name, in the order they were measured."""
         return self._rows(_select_records(KernelResultRow, run_id).order_by(KernelResultRow.row_id))
+
+    def add_quantization_result(self, run_id: int, result: Mapping[str, Any]) -> None:
+        """Store one result of a quantization run that goes on; see `result_row`."""
+        self.record(run_id, {}, {QuantizationResultRow: [result_row(QuantizationResultRow, run_id, result)]})
+
+    def quantization_results(self, run_id: int) -> list[Row]:
+        """The run's variants as dicts by column name, in the order they were measured."""
+        return self._rows(_select_records(QuantizationResultRow, run_id).order_by(QuantizationResultRow.row_id))
 
     def chunks(self, run_id: int, kind: str, from_step: int = 0) -> list[tuple[bytes, int, int]]:
         """The run's ledger chunks of one kind as (data, first step, last step), in order.
@@ -274,19 +282,11 @@ class RunRepository:
             return [dict(row) for row in session.execute(query).mappings()]
 
 
-def _select_records(table: type[RequestRow | StepRow | SampleRow | KernelResultRow], run_id: int) -> Select[Any]:
+def _select_records(
+    table: type[RequestRow | SampleRow | KernelResultRow | QuantizationResultRow], run_id: int
+) -> Select[Any]:
     columns = [column for column in table.__table__.columns if column.name != "row_id"]
     return select(*columns).where(table.run_id == run_id)
-
-
-def _matches(text: str) -> Any:
-    """A condition for `RunRepository.list`."""
-    run_id = parse_run_id(text)
-    if run_id is not None and text.startswith("#"):
-        return RunRow.run_id == run_id
-    by_id = [] if run_id is None else [RunRow.run_id == run_id]
-    columns = (RunRow.label, RunRow.notes, RunRow.model)
-    return or_(*by_id, *(column.icontains(text, autoescape=True) for column in columns))
 
 
 def _unknown(run_id: int) -> DatabaseError:

@@ -10,20 +10,20 @@ from typing import Any, Literal
 from backend.metrics import stats
 from backend.metrics.stats import FINAL_STATUSES, RequestStats, RunStatus, StepStats, TelemetrySample
 from db.base import Base
-from db.models import KernelResultRow, RequestRow, RunRow, SampleRow, StepRow
+from db.models import KernelResultRow, QuantizationResultRow, RequestRow, RunRow, SampleRow, StepRow
 from db.owner import Owner
 
 _TIME_DIGITS = 9  # the clock's own resolution; a difference of two readings carries noise below it
 
 Row = dict[str, Any]
-RunKind = Literal["serve", "kernels"]  # a workload on an engine, or the kernel lab
+RunKind = Literal["serve", "kernels", "quantization"]  # a workload on an engine, or a lab
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """A stored run. `config` is as asked, `resolved_config` as run; what is not known (yet) is None.
 
-    A run of the kernel lab has an empty `model` and `workload`, and a lab's config.
+    A run of a lab has an empty `workload` and a lab's config; that of the kernel lab also an empty `model`.
     """
 
     run_id: int
@@ -108,14 +108,14 @@ def chunk_row(run_id: int, kind: str, data: bytes, first_step: int, last_step: i
     return {"run_id": run_id, "kind": kind, "data": data, "first_step": first_step, "last_step": last_step}
 
 
-def kernel_result_row(run_id: int, result: Mapping[str, Any]) -> Row:
-    """
+def result_row(table: type[KernelResultRow | QuantizationResultRow], run_id: int, result: Mapping[str, Any]) -> Row:
+    """A lab's result as a row of its table.
+
     Args:
         result: values by column name; what has no column is left out.
     """
-    row = {name: result.get(name) for name in _KERNEL_FIELDS}
-    row["run_id"] = run_id
-    return row
+    names = (column.name for column in table.__table__.columns if column.name not in ("row_id", "run_id"))
+    return {name: result.get(name) for name in names} | {"run_id": run_id}
 
 
 _LATENCIES: dict[str, Callable[[RequestStats], float | None]] = {
@@ -135,9 +135,6 @@ def _stored_fields(record: type, row: type[Base]) -> tuple[str, ...]:
 _STEP_FIELDS = _stored_fields(StepStats, StepRow)
 _REQUEST_FIELDS = _stored_fields(RequestStats, RequestRow)
 _SAMPLE_FIELDS = _stored_fields(TelemetrySample, SampleRow)
-_KERNEL_FIELDS = tuple(
-    column.name for column in KernelResultRow.__table__.columns if column.name not in ("row_id", "run_id")
-)
 
 
 def _relative(time: float | None, start_time: float) -> float | None:

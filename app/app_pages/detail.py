@@ -13,8 +13,8 @@ asked = st.query_params.get("run")
 run_id = parse_run_id(asked or "")
 run = services.repository.get(run_id) if run_id is not None else None
 
-if run is not None and run.kind == "kernels":
-    st.switch_page(links.KERNELS, query_params=links.kernels_query(run.run_id, run.config["experiments"]))
+if run is not None and (place := links.lab_place(run)) is not None:
+    st.switch_page(place[0], query_params=place[1])
 elif run is not None:
     run_detail.show(services, run)
 else:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import streamlit as st
 
 from app.state import address_of
+from db.run_rows import Run
 
 HOME = "app_pages/home.py"
 RUN = "app_pages/run.py"
@@ -14,6 +15,7 @@ HISTORY = "app_pages/history.py"
 DETAIL = "app_pages/detail.py"
 COMPARE = "app_pages/compare.py"
 KERNELS = "app_pages/kernels.py"
+QUANTIZATION = "app_pages/quantization.py"
 KV_CACHE = "app_pages/kv_cache.py"
 SCHEDULER = "app_pages/scheduler.py"
 SIZING = "app_pages/sizing.py"
@@ -33,16 +35,26 @@ def detail_link(run_id: int, label: str | None = None) -> None:
     )
 
 
-def kernels_query(run_id: int, experiments: Sequence[str]) -> dict[str, str]:
-    """What leads to a kernel run on its page, in the view that shows it."""
-    view = {"view": "Attention over length"} if set(experiments) == {"attention"} else {}
-    return {"run": str(run_id), **view}
+def lab_place(run: Run) -> tuple[str, dict[str, str]] | None:
+    """The page of a lab's run, and the query that leads to it there; None for a workload's run."""
+    query = {"run": str(run.run_id)}
+    match run.kind:
+        case "kernels":
+            view = {"view": "Attention over length"} if set(run.config["experiments"]) == {"attention"} else {}
+            return KERNELS, query | view
+        case "quantization":
+            return QUANTIZATION, query
+    return None
 
 
-def kernels_link(run_id: int, label: str | None = None) -> None:
-    st.page_link(
-        KERNELS, label=label or f"Kernel run #{run_id}", icon=":material/speed:", query_params={"run": str(run_id)}
-    )
+def lab_link(run: Run) -> None:
+    """To a lab's run on its page."""
+    if place := lab_place(run):
+        name, icon = {
+            "kernels": ("Kernel run", ":material/speed:"),
+            "quantization": ("Quantization run", ":material/compress:"),
+        }[run.kind]
+        st.page_link(place[0], label=f"{name} #{run.run_id}", icon=icon, query_params={"run": str(run.run_id)})
 
 
 def kv_cache_link(run_id: int, label: str = "KV blocks", request: str | None = None) -> None:

@@ -33,10 +33,10 @@ def show(services: Services) -> None:
 
 def _panel(services: Services, snapshot: LiveSnapshot | None, row_of: Callable[[int], Run | None]) -> None:
     run = row_of(snapshot.run_id) if snapshot is not None else None
-    if snapshot is None or (run is not None and run.kind == "kernels"):
-        if activity.is_active(snapshot):
+    if snapshot is None or (run is not None and run.kind != "serve"):
+        if activity.is_active(snapshot) and run is not None:
             progress(services, snapshot, run)
-            links.kernels_link(snapshot.run_id)
+            links.lab_link(run)
         _before_the_first(services)
         queue(services)
         return

@@ -22,6 +22,7 @@ _TABLES: dict[Table, str] = {
     "steps": "engine steps, a row each",
     "runs": "runs, a row each",
     "kernels": "kernel results, a row each",
+    "quantization": "quantization results, a row each",
 }
 
 
@@ -35,11 +36,11 @@ def show(services: Services, runs: Sequence[Run]) -> None:
             "Compare",
             icon=":material/compare_arrows:",
             disabled=len(runs) < 2 or len(kinds) > 1,
-            help="Tick two runs or more: workloads, or kernel runs.",
+            help="Tick two runs or more of one kind: workloads, kernel runs, or quantization runs.",
         ):
             ids = sorted(run.run_id for run in runs)  # the older run is the baseline
-            if kinds == {"kernels"}:
-                st.switch_page(links.KERNELS, query_params={"run": str(ids[-1]), "with": address_of(ids[:-1])})
+            if lab := links.lab_place(runs[0]):
+                st.switch_page(lab[0], query_params={"run": str(ids[-1]), "with": address_of(ids[:-1])})
             st.switch_page(links.COMPARE, query_params={"runs": address_of(ids)})
         export(services, runs)
         if st.button("Delete", icon=":material/delete:", disabled=not runs, help="Asks before it deletes."):

@@ -12,6 +12,7 @@ import streamlit as st
 
 from app.components.form_fields import ARRIVAL_KINDS, TRACES
 from backend.experiments.compare import metric_value
+from backend.experiments.quantization_config import variant_name
 from backend.workload.prompts import BUILT_IN_PROMPTS
 from db.run_rows import Run
 
@@ -25,6 +26,7 @@ _STATUS_COLOURS = {
     "interrupted": "orange",
 }
 
+_MAX_NAMED = 3  # variants of a quantization run
 _SHORT_TABLE = 14  # rows that are shown without scrolling
 
 
@@ -72,7 +74,12 @@ def table(runs: Sequence[Run]) -> pd.DataFrame:
 
 def asked_text(run: Run) -> str:
     """What a run was asked to do, in a few words."""
-    return lab_text(run.config) if run.kind == "kernels" else workload_text(run.workload)
+    match run.kind:
+        case "kernels":
+            return lab_text(run.config)
+        case "quantization":
+            return quantization_text(run.config)
+    return workload_text(run.workload)
 
 
 def lab_text(config: Mapping[str, Any]) -> str:
@@ -83,6 +90,14 @@ def lab_text(config: Mapping[str, Any]) -> str:
     )
     dtype = config.get("dtype")
     return f"kernels: {', '.join(config['experiments'])}{what}" + (f", {dtype}" if dtype else "")
+
+
+def quantization_text(config: Mapping[str, Any]) -> str:
+    """A quantization run's in a few words: "quantization: int8, nf4 and 3 more"."""
+    names = [variant_name(text) for text in config["variants"]]
+    more = len(names) - _MAX_NAMED
+    what = "quantization" if config["experiment"] == "compare" else "sensitivity"
+    return f"{what}: {', '.join(names[:_MAX_NAMED])}" + (f" and {more} more" if more > 0 else "")
 
 
 def workload_text(workload: Mapping[str, Any]) -> str:
@@ -137,7 +152,7 @@ def _columns() -> dict[str, Any]:
         ),
         "label": config.TextColumn("Label", width=150),
         "model": config.TextColumn("Model", width=110),
-        "workload": config.TextColumn("Workload", width=200, help="Or what the kernel lab was asked."),
+        "workload": config.TextColumn("Workload", width=200, help="Or what a lab was asked."),
         "created": config.DatetimeColumn("Created", format="YYYY-MM-DD HH:mm", width=130),
         "output": config.NumberColumn("Output tok/s", format="localized", width=95),
         "ttft": config.NumberColumn("TTFT p50 ms", format="localized", width=95),

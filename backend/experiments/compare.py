@@ -36,6 +36,9 @@ _DIRECTIONS: dict[str, bool | None] = {
 }
 
 
+_LABS = {"kernels": ("kernel", "Kernels"), "quantization": ("quantization", "Quantization")}
+
+
 class ComparableRun(Protocol):
     """What a comparison reads of a stored run."""
 
@@ -140,7 +143,8 @@ def _check(runs: Sequence[ComparableRun], run_ids: tuple[int, ...]) -> None:
         raise ServeLabError(f"{_names(repeated)} given more than once; name each run once")
     for run in runs:
         if run.kind != "serve":
-            raise ServeLabError(f"run #{run.run_id} is the kernel lab's; the Kernels page compares such runs")
+            lab, page = _LABS[run.kind]
+            raise ServeLabError(f"run #{run.run_id} is the {lab} lab's; the {page} page compares such runs")
         if run.status != "finished" or run.summary is None:
             raise ServeLabError(f"run #{run.run_id} is {run.status}; only finished runs can be compared")
 

@@ -17,7 +17,8 @@ def load_grid(
     row,
     group,
     mask,
-    stride_row,
+    stride_scales_row,
+    stride_origins_row,
     BITS: tl.constexpr,
     ORIGIN: tl.constexpr,
 ):
@@ -25,16 +26,17 @@ def load_grid(
 
     Args:
         row: int [rows]; group: int [chunks]; mask: [1, chunks].
-        ORIGIN: "none", "integer" (zero points) or "float" (minimums), which are laid out as the scales.
+        ORIGIN: "none", "integer" (zero points) or "float" (minimums), one for each scale.
     """
-    offset = row[:, None].to(tl.int64) * stride_row + group[None, :]
-    scale = tl.load(scales_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    wide_row = row[:, None].to(tl.int64)
+    scale = tl.load(scales_ptr + wide_row * stride_scales_row + group[None, :], mask=mask, other=0.0).to(tl.float32)
+    origin_offset = wide_row * stride_origins_row + group[None, :]
     SPAN: tl.constexpr = 2**BITS  # a code is SPAN * (unit - 1)
     step = scale * SPAN
     if ORIGIN == "float":
-        start = tl.load(origins_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        start = tl.load(origins_ptr + origin_offset, mask=mask, other=0.0).to(tl.float32)
     elif ORIGIN == "integer":
-        start = -scale * tl.load(origins_ptr + offset, mask=mask, other=0).to(tl.float32)
+        start = -scale * tl.load(origins_ptr + origin_offset, mask=mask, other=0).to(tl.float32)
     else:
         start = -scale * (SPAN // 2)
     return step, start - step

@@ -31,6 +31,7 @@ def _int_linear_kernel(
     stride_x_token,
     stride_words_row,
     stride_scales_row,
+    stride_origins_row,
     BITS: tl.constexpr,
     ORIGIN: tl.constexpr,
     BIAS: tl.constexpr,
@@ -69,6 +70,7 @@ def _int_linear_kernel(
             chunk // group_chunks,
             chunk_mask[None, :],
             stride_scales_row,
+            stride_origins_row,
             BITS,
             ORIGIN,
         )
@@ -125,10 +127,10 @@ def int_linear(
     Args:
         x: float32, bfloat16 or float16 [num_tokens, K], strides (any, 1); K a multiple of 32
         words: int32 [N, K * bits / 32], strides (any, 1): codes q in chunks, see `kernels.reference.int_words.to_chunks`
-        scales: float32, bfloat16 or float16 [N, num_groups], contiguous; a group is a multiple of 32, or all of K
+        scales: float32, bfloat16 or float16 [N, num_groups], strides (any, 1); a group is a multiple of 32, or all of K
         bits: 4 or 8
-        zero_points: uint8 [N, num_groups], contiguous; or None: with no minimums either, z = 2^(bits - 1)
-        minimums: scales.dtype [N, num_groups], contiguous, or None
+        zero_points: uint8 [N, num_groups], strides (any, 1); or None: with no minimums either, z = 2^(bits - 1)
+        minimums: scales.dtype [N, num_groups], strides (any, 1), or None
         bias: x.dtype [N], stride (1,)
         tiles: how to cut the product, by default chosen from the sizes; block_k a power of two from 32, with block_m from 16
             on at least 16 words
@@ -158,9 +160,6 @@ def int_linear(
     if minimums is not None:
         check_tensor("minimums", minimums, (num_rows, num_groups), scales.dtype, x.device)
     origins = minimums if zero_points is None else zero_points
-    for name, tensor in (("scales", scales), ("zero_points or minimums", origins)):
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name} are not contiguous")
     if bias is not None:
         check_tensor("bias", bias, (num_rows,), x.dtype, x.device)
     tiles = tiles or default_int_tiles(num_tokens, num_columns, bits)
@@ -182,6 +181,7 @@ def int_linear(
         x.stride(0),
         words.stride(0),
         scales.stride(0),
+        origins.stride(0) if origins is not None else 0,
         BITS=bits,
         ORIGIN="float" if minimums is not None else "integer" if zero_points is not None else "none",
         BIAS=bias is not None,

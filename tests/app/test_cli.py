@@ -430,7 +430,10 @@ def test_a_busy_port_is_named(cli: Cli) -> None:
         port = listener.getsockname()[1]
         code, out, err = cli("app", "--port", str(port))
     assert (code, out) == (1, "")
-    assert err == f"error: port {port} is in use on 127.0.0.1; choose another one, with --port 8600 or make run PORT=8600 for instance\n"
+    assert (
+        err
+        == f"error: port {port} is in use on 127.0.0.1; choose another one, with --port 8600 or make run PORT=8600 for instance\n"
+    )
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

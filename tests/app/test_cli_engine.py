@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -284,15 +285,29 @@ def test_the_doctor_names_what_is_wrong(
     assert captured.err == "error: 1 of 7 checks found a problem: database\n"
 
 
-def start(arguments: list[str], database: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "app.cli", *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"SERVELAB_DATABASE_URL": f"sqlite:///{database}"},
-    )
+@pytest.fixture
+def start() -> Iterator[Callable[[list[str], Path], subprocess.Popen[str]]]:
+    """Starts a command line on a database. What still runs at the end of the test is ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_one(arguments: list[str], database: Path) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app.cli", *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"SERVELAB_DATABASE_URL": f"sqlite:///{database}"},
+            # As from a shell: in the background of a script Ctrl-C is ignored, and who is started there inherits it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        started.append(process)
+        return process
+
+    yield start_one
+    for process in started:
+        with process:
+            process.kill()
 
 
 def wait_for_line(process: subprocess.Popen[str], wanted: str) -> None:
@@ -308,7 +323,9 @@ def finished_requests(database: Path) -> list[Row]:
     return [request for request in requests if request["status"] == "finished" and not request["warmup"]]
 
 
-def test_a_signal_ends_what_runs_and_keeps_what_is_finished(tmp_path: Path) -> None:
+def test_a_signal_ends_what_runs_and_keeps_what_is_finished(
+    tmp_path: Path, start: Callable[[list[str], Path], subprocess.Popen[str]]
+) -> None:
     endless_run = [
         *("run", "--json", *SMALL, "--set", "workload.source.kind=synthetic", "--set", "workload.output_len=64"),
         *("--set", "workload.source.num_requests=20000", "--set", "workload.source.prompt_len=4"),

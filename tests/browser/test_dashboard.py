@@ -166,6 +166,7 @@ ADDRESSES = [
     "kernels",
     "kernels?view=Attention+over+length",
     "kernels?view=CUDA+graphs",
+    "quantization",
     "compare?runs=1,2,99",
 ]
 

@@ -23,7 +23,8 @@ from db.session import Database, migrating_connection
 from tests.db.records import CONFIG, ROOT, WORKLOAD, make_request, make_sample, make_step
 from tests.waiting import PATIENCE_S
 
-TABLES = {"runs", "requests", "steps", "samples", "chunks", "kernel_results"}
+LAB_TABLES = {"kernel_results", "quantization_results"}
+TABLES = {"runs", "requests", "steps", "samples", "chunks"} | LAB_TABLES
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_an_old_database_is_migrated_when_it_is_opened(url: str) -> None:
     old = create_engine(url)
     with old.begin() as connection:
         command.downgrade(alembic_config(connection), "0001")
-        assert tables(connection) == TABLES - {"kernel_results"} | {"alembic_version"}
+        assert tables(connection) == TABLES - LAB_TABLES | {"alembic_version"}
         assert "kind" not in {column["name"] for column in inspect(connection).get_columns("runs")}
     old.dispose()
     database = Database.open(url)
@@ -144,6 +145,24 @@ def test_a_downgrade_takes_kernel_runs_along(url: str, engine: Engine) -> None:
     with engine.begin() as connection:
         command.downgrade(alembic_config(connection), "0001")
         assert connection.execute(text("SELECT run_id FROM runs")).scalars().all() == [kept]
+    database.close()
+
+
+def test_a_downgrade_takes_quantization_runs_along_and_no_others(url: str, engine: Engine) -> None:
+    database = Database.open(url)
+    repository = RunRepository(database)
+    kept = [repository.create(CONFIG, WORKLOAD), repository.create({}, {}, kind="kernels")]
+    lab = repository.create({"model": "tiny"}, {}, kind="quantization")
+    repository.add_quantization_result(lab, {"variant": "int8"})
+    with engine.begin() as connection:
+        command.downgrade(alembic_config(connection), "0004")
+        assert connection.execute(text("SELECT run_id FROM runs")).scalars().all() == kept
+        assert tables(connection) == TABLES - {"quantization_results"} | {"alembic_version"}
+    database.close()
+    database = Database.open(url)
+    new = RunRepository(database).create({"model": "tiny"}, {}, kind="quantization")
+    assert new == lab + 1, "the id of a run that went is not given again"
+    assert RunRepository(database).quantization_results(new) == []
     database.close()
 
 

@@ -351,3 +351,27 @@ def test_kernel_runs_are_told_apart_and_keep_their_results(repository: RunReposi
     assert repository.kernel_results(lab) == []
     with pytest.raises(DatabaseError, match="was deleted while it ran"):
         repository.add_kernel_result(lab, what)
+
+
+def test_quantization_runs_have_their_model_and_keep_their_results(repository: RunRepository) -> None:
+    lab = repository.create({"model": "dummy:tiny", "variants": ["int8"]}, {}, kind="quantization")
+    layers = [{"layer": 0, "kind": "qkv", "output_error": 0.1, "largest_channels": [{"channel": 7, "ratio": None}]}]
+    repository.add_quantization_result(
+        lab, {"variant": "reference", "perplexity": 12.5, "emulated": False, "weights_bytes": 2**40, "of no column": 1}
+    )
+    repository.add_quantization_result(
+        lab, {"variant": "int8", "kl_mean": float("inf"), "layers": layers, "settings": {"cache": {"dtype": "int4"}}}
+    )
+    reference, int8 = repository.quantization_results(lab)
+    assert (reference["variant"], reference["perplexity"], reference["emulated"]) == ("reference", 12.5, False)
+    assert (reference["weights_bytes"], reference["layers"], reference["part"]) == (2**40, None, None)
+    assert (int8["kl_mean"], int8["layers"], int8["settings"]) == (None, layers, {"cache": {"dtype": "int4"}})
+    (run,) = repository.list(kind="quantization", models={"dummy:tiny"})
+    assert (run.run_id, run.model) == (lab, "dummy:tiny")
+    assert repository.models() == ["dummy:tiny"]
+    assert repository.kernel_results(lab) == []
+    repository.record(lab, {"status": "finished"}, {})
+    repository.delete([lab])
+    assert repository.quantization_results(lab) == []
+    with pytest.raises(DatabaseError, match="was deleted while it ran"):
+        repository.add_quantization_result(lab, {"variant": "int8"})

@@ -116,7 +116,8 @@ for kv_format in CODES:
     shared = shared_bytes(paged_decode_attention._paged_decode_attention_kernel, sizes, 4, 2)
     assert shared <= CONSUMER_SHARED_BYTES, (kv_format, shared)
 tiles = attention_tiles.tile_sizes(512, 1, 4, 128, 2)
-sizes = constants | {"FORMAT": "int4", "NUM_SPLITS": 16, "MIN_KEYS": 512} | {name.upper(): size for name, size in tiles._asdict().items()}
+sizes = constants | {"FORMAT": "int4", "NUM_SPLITS": 16, "MIN_KEYS": 512}
+sizes |= {name.upper(): size for name, size in tiles._asdict().items()}
 shared = shared_bytes(paged_attention._paged_attention_kernel, sizes, tiles.num_warps, tiles.num_stages)
 assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
 sizes = {"BLOCK_SIZE": 24, "NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 128, "FORMAT": "int4", "NUM_SCALES": 2}
