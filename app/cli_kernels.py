@@ -105,13 +105,7 @@ def _run(config: KernelLabConfig, label: str | None, store: bool, as_json: bool)
             terminal.write_document(out, _document(run, results, store))
         else:
             _print(run, results, out)
-        problem = end.error or (None if end.status == "finished" else f"it was {end.status}")
-        if interruption:
-            terminal.fail("interrupted")
-            raise typer.Exit(interruption.exit_code)
-        if problem or (problem := services.recording_error(run_id)):
-            terminal.fail(problem)
-            raise typer.Exit(1)
+        cli_labs.exit_unless_finished(services, run_id, end, interruption)
 
 
 def _document(run: Run, results: Sequence[dict[str, Any]], store: bool) -> dict[str, Any]:

@@ -1,17 +1,20 @@
-"""What the commands that run a lab share: services to store it with, and waiting for its end."""
+"""What the commands that run a lab share: services to store it with, waiting for its end, and how it ended."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import typer
 
 from app import formatting, terminal
 
 if TYPE_CHECKING:
     from app.services import Services
+    from backend.metrics.live import LiveSnapshot
     from backend.metrics.stats import RunEnd
 
 _POLL_S = 0.1
@@ -33,7 +36,24 @@ def services(store: bool) -> Iterator[Services]:
         yield services
 
 
-def wait(services: Services, run_id: int, interruption: terminal.Interruption, status: terminal.Status) -> RunEnd:
+def _by_variant(live: LiveSnapshot) -> tuple[str, str]:
+    # Without a terminal a topic has one line: what is done of a variant, and how much, comes behind its name.
+    name = live.phase.name
+    return (name.rpartition(": ")[0] or name).rstrip(","), formatting.phase_text(live.phase)
+
+
+def wait(
+    services: Services,
+    run_id: int,
+    interruption: terminal.Interruption,
+    status: terminal.Status,
+    show: Callable[[LiveSnapshot], tuple[str, str]] = _by_variant,
+) -> RunEnd:
+    """Until the run has ended; a signal cancels it.
+
+    Args:
+        show: what is under way -> the topic and the text of the status line.
+    """
     cancelled = False
     while (end := services.queue.wait(run_id, timeout=_POLL_S)) is None:
         if interruption and not cancelled:
@@ -42,7 +62,16 @@ def wait(services: Services, run_id: int, interruption: terminal.Interruption, s
             cancelled = True
         live = services.queue.live(run_id)
         if live is not None and not cancelled:
-            # Without a terminal a topic has one line: what is done of a variant, and how much, comes behind its name.
-            name = live.phase.name
-            status.show((name.rpartition(": ")[0] or name).rstrip(","), formatting.phase_text(live.phase))
+            status.show(*show(live))
     return end
+
+
+def exit_unless_finished(services: Services, run_id: int, end: RunEnd, interruption: terminal.Interruption) -> None:
+    """Say why a run did not finish or was not recorded, and raise `typer.Exit`."""
+    problem = end.error or (None if end.status == "finished" else f"it was {end.status}")
+    if interruption:
+        terminal.fail("interrupted")
+        raise typer.Exit(interruption.exit_code)
+    if problem or (problem := services.recording_error(run_id)):
+        terminal.fail(problem)
+        raise typer.Exit(1)

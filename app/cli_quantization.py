@@ -70,13 +70,7 @@ def quantization(
             _print(results, out)
             for notice in run.notices:
                 terminal.note(notice)
-        problem = end.error or (None if end.status == "finished" else f"it was {end.status}")
-        if interruption:
-            terminal.fail("interrupted")
-            raise typer.Exit(interruption.exit_code)
-        if problem or (problem := services.recording_error(run_id)):
-            terminal.fail(problem)
-            raise typer.Exit(1)
+        cli_labs.exit_unless_finished(services, run_id, end, interruption)
 
 
 def _document(run: Run, results: Sequence[dict[str, Any]], store: bool) -> dict[str, Any]:

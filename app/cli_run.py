@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app import formatting, terminal
+from app import cli_labs, formatting, terminal
 from app.cli_options import JsonOption, SetOption
 from app.cli_summary import print_summaries
 from app.settings_input import engine_config_and_workload
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from backend.metrics.live import LiveSnapshot
     from backend.metrics.stats import RunEnd
     from backend.workload.spec import Workload
-
-_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +80,12 @@ def _run_once(
     run_id = start_run(services, config, workload, label)
     terminal.note(f"run {formatting.run_name(run_id, label)}")
     with terminal.Status() as status:
-        end = _wait(services, run_id, interruption, status)
+        end = cli_labs.wait(services, run_id, interruption, status, lambda live: (live.phase.name, _progress(live)))
     live = services.queue.live(run_id)
     for notice in live.notices if live else ():
         terminal.note(f"note: {notice}")
     summary = None if end.summary is None else summary_to_dict(end.summary)
     return _EndedRun(run_id, end.status, summary, _problem(run_id, end) or services.recording_error(run_id))
-
-
-def _wait(services: Services, run_id: int, interruption: terminal.Interruption, status: terminal.Status) -> RunEnd:
-    cancelled = False
-    while (end := services.queue.wait(run_id, timeout=_POLL_S)) is None:
-        if interruption and not cancelled:
-            status.show("cancelling")
-            services.queue.cancel(run_id)
-            cancelled = True
-        live = services.queue.live(run_id)
-        if live is not None and not cancelled:
-            status.show(live.phase.name, _progress(live))
-    return end
 
 
 def _progress(live: LiveSnapshot) -> str:

@@ -126,18 +126,18 @@ def publish(folder: Path, name: str, manifest: Manifest) -> None:
     A folder already there is replaced. Readers see the old one, none, or the new one, each whole.
     """
     for path in folder.iterdir():
-        _flush(path)
+        flush(path)
     path = folder / MANIFEST_NAME
     path.write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
-    _flush(path)
-    _flush(folder)
+    flush(path)
+    flush(folder)
     target = model_folder(name)
     if target.exists():
         # Moved aside first: removing takes a while, and a half removed folder would still have its manifest.
         os.rename(target, folder.parent / "replaced")
         shutil.rmtree(folder.parent / "replaced")
     os.rename(folder, target)
-    _flush(target.parent)
+    flush(target.parent)
 
 
 def _acquire(descriptor: int, on_wait: Callable[[], None]) -> None:
@@ -150,7 +150,7 @@ def _acquire(descriptor: int, on_wait: Callable[[], None]) -> None:
             time.sleep(_LOCK_POLL_S)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Force a file's or folder's content to the disk, so that no crash can leave the manifest but not the files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

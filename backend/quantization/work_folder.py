@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.errors import ConfigError, ModelError
+from backend.models.store import flush
 
 _NOTE = "quantize.json"
 _CONFIG = "config.json"
@@ -112,7 +113,7 @@ class WorkFolder:
             for left_over in (self.path / _NOTE, *self.path.glob("*.unfinished")):
                 left_over.unlink()
             for path in (*self.path.iterdir(), self.path):
-                _flush(path)
+                flush(path)
             replaced = self.output.with_name(f".{self.output.name}.replaced")
             shutil.rmtree(replaced, ignore_errors=True)
             if self.output.exists():
@@ -139,13 +140,13 @@ class WorkFolder:
         with _disk_errors(self.path):
             save_file(dict(tensors), unfinished, metadata={"format": "pt"})  # transformers refuses a file without it
             os.chmod(unfinished, 0o666 & ~_umask())  # the library makes it the owner's alone
-            _flush(unfinished)
+            flush(unfinished)
             os.replace(unfinished, self.path / f"{name}.safetensors")
 
     def _write_note(self) -> None:
         unfinished = self.path / f"{_NOTE}.unfinished"
         unfinished.write_text(json.dumps({"key": self._key, "layers": self._reports}), encoding="utf-8")
-        _flush(unfinished)
+        flush(unfinished)
         os.replace(unfinished, self.path / _NOTE)
 
 
@@ -153,14 +154,6 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

