@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
+
+from tests.kernels.quick_interpreter import patch_language_once_a_launch
 
 
 def interpret_without_cuda() -> None:
@@ -16,13 +19,16 @@ def interpret_without_cuda() -> None:
     (transformers imports triton) may have come first: what holds such functions is forgotten. Triton's compiled part
     stays: it cannot be loaded twice.
     """
-    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+    if torch.cuda.is_available():
         return
-    os.environ["TRITON_INTERPRET"] = "1"
-    for name, module in list(sys.modules.items()):
-        is_triton = name.split(".")[0] == "triton" and not name.startswith("triton._C")
-        if is_triton or name.startswith("kernels.ops.") or _took_from_kernels(name, module):
-            del sys.modules[name]
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        os.environ["TRITON_INTERPRET"] = "1"
+        for name, module in list(sys.modules.items()):
+            is_triton = name.split(".")[0] == "triton" and not name.startswith("triton._C")
+            if is_triton or name.startswith("kernels.ops.") or _took_from_kernels(name, module):
+                del sys.modules[name]
+    if find_spec("triton") is not None:
+        patch_language_once_a_launch()
 
 
 def _took_from_kernels(name: str, module: ModuleType) -> bool:

@@ -207,7 +207,7 @@ def _add_product(
 ) -> DeferredNorm | None:
     """`residual += x W^T + b`, and the begin of the norm that follows, if that is wanted."""
     if isinstance(linear, QuantizedLinear):
-        residual += linear(x)
+        linear.packed.add_to(residual, x, linear.bias)
         return None
     weight, bias = _parameters(linear)
     if tiles is not None:

@@ -51,6 +51,10 @@ class PackedWeight(ABC):
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`y = x W^T + b`: float [num_tokens, in_features] -> [num_tokens, out_features], same dtype."""
 
+    def add_to(self, residual: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
+        """`residual += x W^T + b`, in place: float [num_tokens, out_features], x's dtype."""
+        residual += self.linear(x, bias)
+
     @property
     def emulated(self) -> bool:
         """Whether `linear` computes by a reference, whose speed says nothing, instead of a kernel made for this storage."""

@@ -14,12 +14,13 @@ from backend.quantization.group_size import CHANNEL
 from kernels.cpu.row_tiles import from_row_tiles, to_row_tiles
 from kernels.cpu.support import has_cpu_kernels
 from kernels.reference.int_linear import dequantize_int
-from kernels.reference.int_words import CHUNK, codes_per_word, from_chunks, pack_words, to_chunks
+from kernels.reference.int_words import codes_per_word, from_chunks, pack_words, to_chunks
 
 # none: codes lie around the middle of their range. integer: around a code per group. float: above a number per group.
 ZeroPoint = Literal["none", "integer", "float"]
 ZERO_POINTS: tuple[ZeroPoint, ...] = ("none", "integer", "float")
 KERNEL_BITS = (4, 8)
+KERNEL_GROUP = 32  # columns, of which the Triton kernel takes a multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,8 @@ class IntWeight(PackedWeight):
         return self.in_features // self.scales.shape[1]
 
     def prepare(self) -> PackedWeight:
-        if self.words.is_cuda and self.bits in KERNEL_BITS and self.in_features % CHUNK == 0:
-            chunks = to_chunks(self.words, self.bits)
-            return KernelIntWeight(self.bits, chunks, self.scales, self.zero_points, self.minimums)
+        if self.words.is_cuda and self._has_kernel():
+            return KernelIntWeight.of(self)
         if self._has_cpu_kernel():
             return CpuIntWeight.of(self)
         return self
@@ -54,6 +54,9 @@ class IntWeight(PackedWeight):
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.dequantize().to(x.dtype), bias)
+
+    def _has_kernel(self) -> bool:
+        return self.bits in KERNEL_BITS and (self.scales.shape[1] == 1 or self.group_size % KERNEL_GROUP == 0)
 
     def _has_cpu_kernel(self) -> bool:
         if self.words.device.type != "cpu" or self.bits not in KERNEL_BITS or not has_cpu_kernels():
@@ -66,30 +69,49 @@ class IntWeight(PackedWeight):
 
 @dataclass(frozen=True, slots=True)
 class KernelIntWeight(PackedWeight):
-    """An `IntWeight` as the Triton kernel takes it: its codes in chunks, see `kernels.reference.int_words.to_chunks`."""
+    """An `IntWeight` as the Triton kernel takes it: its codes in chunks, see `kernels.reference.int_words.to_chunks`.
+
+    The numbers of a group are side by side for all rows, as [num_groups, out_features] would have them.
+    """
 
     bits: int
+    in_features: int
     words: Tensor
     scales: Tensor
     zero_points: Tensor | None
     minimums: Tensor | None
 
+    @classmethod
+    def of(cls, weight: IntWeight) -> KernelIntWeight:
+        zero_points = None if weight.zero_points is None else weight.zero_points.to(torch.int16)
+        words = to_chunks(weight.words, weight.bits)
+        grid = [_columns_dense(tensor) for tensor in (weight.scales, zero_points, weight.minimums)]
+        assert grid[0] is not None
+        return cls(weight.bits, weight.in_features, words, grid[0], grid[1], grid[2])
+
     @property
     def shape(self) -> tuple[int, int]:
-        return self.words.shape[0], self.words.shape[1] * codes_per_word(self.bits)
+        return self.words.shape[0], self.in_features
 
     @property
     def emulated(self) -> bool:
         return False
 
     def dequantize(self) -> Tensor:
-        words = from_chunks(self.words, self.bits)
-        return dequantize_int(words, self.scales, self.zero_points, self.minimums, self.bits, self.shape[1])
+        words = from_chunks(self.words, self.bits, self.in_features)
+        return dequantize_int(words, self.scales, self.zero_points, self.minimums, self.bits, self.in_features)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._product(x, bias, None)
+
+    def add_to(self, residual: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
+        self._product(x, bias, residual)
+
+    def _product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         from kernels.ops.int_linear import int_linear  # needs triton, which a CPU does without
 
-        return int_linear(x, self.words, self.scales, self.bits, self.zero_points, self.minimums, bias)
+        grid = (self.scales, self.bits, self.zero_points, self.minimums)
+        return int_linear(x, self.words, *grid, bias, residual, output=residual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +246,10 @@ def pack(codes: Tensor, grid: Grid, bits: int) -> IntWeight:
 def _cut(weight: Tensor, group_size: int) -> Tensor:
     """[out_features, num_groups, group_size]."""
     return weight.unflatten(1, (-1, weight.shape[1] if group_size == CHANNEL else group_size))
+
+
+def _columns_dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.t().contiguous().t()
 
 
 def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,11 @@
 """Integer codes of 4 or 8 bits in 32-bit words, taken apart and scaled in registers.
 
-Not an op: device functions. Weights come in chunks of 32 inputs, which lie within one group: a tile of them is words
-[rows, chunks, words of a chunk], and its scales are [rows, chunks].
+Not an op: device functions. Weights come in chunks of 128 inputs, see `kernels.reference.int_words.to_chunks`: a word of a
+chunk holds four pairs of neighbouring columns, and place p of all its words the columns from 32 p on.
+
+A pair becomes two numbers of 16 bits with a shift and a three-input logic instruction: the codes are or-ed into the mantissa
+of 128 (bfloat16) or 1024 (float16), of which they are the last bits (the trick of Kim et al. 2022, "Who Says Elephants Can't
+Run"). What stands above the code is subtracted with the zero point, which is exact.
 """
 
 from __future__ import annotations
@@ -11,44 +15,35 @@ import triton.language as tl
 
 
 @triton.jit
-def load_grid(
-    scales_ptr,
-    origins_ptr,
-    row,
-    group,
-    mask,
-    stride_scales_row,
-    stride_origins_row,
-    BITS: tl.constexpr,
-    ORIGIN: tl.constexpr,
-):
-    """`w = step * unit + start` of the chunks: two times float32 [rows, chunks]; see `units` for unit.
-
-    Args:
-        row: int [rows]; group: int [chunks]; mask: [1, chunks].
-        ORIGIN: "none", "integer" (zero points) or "float" (minimums), one for each scale.
-    """
-    wide_row = row[:, None].to(tl.int64)
-    scale = tl.load(scales_ptr + wide_row * stride_scales_row + group[None, :], mask=mask, other=0.0).to(tl.float32)
-    origin_offset = wide_row * stride_origins_row + group[None, :]
-    SPAN: tl.constexpr = 2**BITS  # a code is SPAN * (unit - 1)
-    step = scale * SPAN
-    if ORIGIN == "float":
-        start = tl.load(origins_ptr + origin_offset, mask=mask, other=0.0).to(tl.float32)
-    elif ORIGIN == "integer":
-        start = -scale * tl.load(origins_ptr + origin_offset, mask=mask, other=0).to(tl.float32)
-    else:
-        start = -scale * (SPAN // 2)
-    return step, start - step
+def place_pairs(words, magic, PLACE: tl.constexpr):
+    """Of each word the pair at PLACE, int32: two codes, above each of which `magic` stands."""
+    return ((words >> (4 * PLACE)) & 0x000F000F) | magic
 
 
 @triton.jit
-def units(words, PLACE: tl.constexpr, BITS: tl.constexpr):
-    """`1 + code / 2^BITS` of the PLACE-th code of each word, float32: the code's bits are the mantissa's first.
+def pair_halves(pairs, DTYPE: tl.constexpr):
+    """[..., 2]: both codes of the pairs as numbers, each above the dtype's `code_bias`."""
+    if DTYPE == tl.float32:
+        left = (pairs & 0xF).to(tl.float32) + 128.0
+        right = ((pairs >> 16) & 0xF).to(tl.float32) + 128.0
+    else:
+        left = pairs.to(tl.int16).to(DTYPE, bitcast=True)
+        right = (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.join(left, right)
 
-    A shift and a three-input logic instruction, where a conversion from integer runs at a quarter of their rate.
+
+@triton.jit
+def chunk_part(words, magic, PART: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """The codes of a part of each chunk, by place (a dimension for each of its bits) and by half of a pair.
+
+    Words [...] -> [..., 2, 2, 2] of all of it, [..., 2, 2] of one half of two, [..., 2] of one place of four.
     """
-    TOP: tl.constexpr = 23 - BITS
-    SHIFT: tl.constexpr = PLACE * BITS - TOP
-    moved = words >> SHIFT if SHIFT > 0 else words << -SHIFT
-    return ((moved & ((2**BITS - 1) << TOP)) | 0x3F800000).to(tl.float32, bitcast=True)
+    if PARTS == 4:
+        pairs = place_pairs(words, magic, PART)
+    elif PARTS == 2:
+        pairs = tl.join(place_pairs(words, magic, 2 * PART), place_pairs(words, magic, 2 * PART + 1))
+    else:
+        even = tl.join(place_pairs(words, magic, 0), place_pairs(words, magic, 2))
+        odd = tl.join(place_pairs(words, magic, 1), place_pairs(words, magic, 3))
+        pairs = tl.join(even, odd)
+    return pair_halves(pairs, DTYPE)

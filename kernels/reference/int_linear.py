@@ -16,7 +16,7 @@ def dequantize_int(
     Args:
         words: int32 [out_features, cdiv(in_features, 32 // bits)], see `kernels.reference.int_words`.
         scales: float [out_features, num_groups], of groups of in_features / num_groups inputs that follow one another.
-        zero_points: uint8 [out_features, num_groups], or None: with no minimums either, 2^(bits-1).
+        zero_points: uint8 or int16 [out_features, num_groups], or None: with no minimums either, 2^(bits-1).
         minimums: float [out_features, num_groups], or None.
     """
     codes = unpack_words(words, bits, in_features).float().view(*scales.shape, -1)
@@ -37,12 +37,14 @@ def int_linear(
     zero_points: Tensor | None = None,
     minimums: Tensor | None = None,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """`y = x W^T + b`, float [num_tokens, in_features] -> [num_tokens, out_features] in x's dtype.
+    """`y = x W^T + b + r`, float [num_tokens, in_features] -> [num_tokens, out_features] in x's dtype.
 
     The weight is rounded to x's dtype, as tensor cores take it.
 
     Args: as `dequantize_int`, but words are in chunks, see `to_chunks`.
     """
-    weight = dequantize_int(from_chunks(words, bits), scales, zero_points, minimums, bits, x.shape[1])
-    return F.linear(x, weight.to(x.dtype), bias)
+    weight = dequantize_int(from_chunks(words, bits, x.shape[1]), scales, zero_points, minimums, bits, x.shape[1])
+    product = F.linear(x, weight.to(x.dtype), bias)
+    return product if residual is None else product + residual

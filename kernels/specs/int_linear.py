@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.kernel_op import Inputs, KernelOp, Tolerance
 from kernels.reference.int_linear import int_linear
+from kernels.reference.int_words import CHUNK
 
 _LARGE: dict[str, Any] = {"num_columns": 4096, "group_size": 128}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -33,6 +34,7 @@ def make_inputs(
     group_size: int = 64,
     origin: str = "float",
     bias: bool = False,
+    residual: bool = False,
 ) -> Inputs:
     """Words of random bits; products have a spread of about 1.
 
@@ -46,9 +48,11 @@ def make_inputs(
     def random(*shape: int) -> Tensor:
         return torch.rand(shape, device=device, generator=generator)
 
-    scales = ((0.5 + random(num_rows, num_groups)) * scale).half()
-    words = torch.randint(-(2**31), 2**31, (num_rows, num_columns * bits // 32), device=device, generator=generator)
-    zeros = (random(num_rows, num_groups) * 2**bits).to(torch.uint8)
+    # A group's numbers of all rows side by side: the rows of a tile are loaded together.
+    scales = ((0.5 + random(num_groups, num_rows)) * scale).half().t()
+    num_words = -(-num_columns // CHUNK) * 4 * bits
+    words = torch.randint(-(2**31), 2**31, (num_rows, num_words), device=device, generator=generator)
+    zeros = (random(num_groups, num_rows) * 2**bits).to(torch.int16).t()
     return {
         "x": torch.randn(num_tokens, num_columns, dtype=dtype, device=device, generator=generator),
         "words": words.to(torch.int32),
@@ -56,6 +60,9 @@ def make_inputs(
         "zero_points": zeros if origin == "integer" else None,
         "minimums": (-scales.float() * zeros).half() if origin == "float" else None,
         "bias": torch.randn(num_rows, dtype=dtype, device=device, generator=generator) if bias else None,
+        "residual": torch.randn(num_tokens, num_rows, dtype=dtype, device=device, generator=generator)
+        if residual
+        else None,
         "bits": bits,
     }
 
@@ -75,7 +82,7 @@ OP = KernelOp(
     name="int_linear",
     reference=int_linear,
     make_inputs=make_inputs,
-    # fp32 sums in another order, and weights of 16 bits that the reference rounds and one token's kernel does not.
+    # fp32 sums in another order, and weights of 16 bits that the reference rounds and the kernel does not.
     tolerances={
         torch.float32: Tolerance(2e-5, 1e-5),
         torch.bfloat16: Tolerance(2e-2, 1.6e-2),

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
-
 import pytest
 import torch
 
 from tests.interpreter import interpret_without_cuda
-from tests.kernels.quick_interpreter import patch_language_once_a_launch
 
 interpret_without_cuda()
-if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
-    patch_language_once_a_launch()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ def patch_language_once_a_launch() -> None:
     """
     from triton.runtime import interpreter
 
+    if interpreter._patch_lang.__module__ == __name__:
+        return
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     patched_for: set[str] = set()
 

@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from kernels.ops import (
     attention_tiles,
     decode_positions,
+    dequantize_codes,
     embed_tokens,
     int_linear,
     norm_gated_linear,
@@ -35,7 +36,7 @@ from kernels.ops.projection import Tiles, default_tiles
 
 TYPES = {
     "*i64": "token_ids positions slot_mapping rows sampled_token_ids outcome",
-    "*i32": "block_table query_start_loc seq_lens arrivals words",
+    "*i32": "block_table query_start_loc seq_lens arrivals words counters",
     "*fp32": "cos_sin_cache square_sums next_square_sums partial partial_max partial_sum",
     "*i1": "finite",
     "*fp16": "key_scales value_scales scales origins",
@@ -101,7 +102,7 @@ for num_tokens, head_dim, window in ((8, 80, None), (512, 128, 1000), (512, 256,
     shared = shared_bytes(paged_attention._paged_attention_kernel, constants, tiles.num_warps, tiles.num_stages)
     assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
 
-for num_splits, head_dim, window, pdl in ((1, 64, None, False), (4, 64, None, True), (64, 80, 1000, True)):
+for num_splits, head_dim, window, pdl in ((1, 64, None, False), (64, 80, 1000, True)):
     constants = {"GROUP": 3, "HEAD_DIM": head_dim, "BLOCK_SIZE": 24, "WINDOW": window, "PDL": pdl}
     constants |= {"NUM_SPLITS": num_splits, "MIN_KEYS": 64, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_G": 4}
     constants |= {"BLOCK_D": triton.next_power_of_2(head_dim), "TEAM": min(num_splits, 8)}
@@ -126,10 +127,16 @@ assert shared_bytes(rotary_and_store._rotary_and_quantize_kernel, sizes) <= CONS
 sizes |= {"HEAD_DIM": 80, "BLOCK_HEADS": 4, "FORMAT": "fp8_e4m3", "NUM_SCALES": 1}
 assert shared_bytes(store_kv_cache._quantize_vectors_kernel, sizes) <= CONSUMER_SHARED_BYTES
 
-sizes = {"BITS": 4, "ORIGIN": "float", "BIAS": True, "EVEN_K": True, "CHUNK": 32}
-for block_m, block_n, block_chunks in ((1, 4, 32), (64, 64, 4)):
-    cut = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_CHUNKS": block_chunks}
-    assert shared_bytes(int_linear._int_linear_kernel, sizes | cut) <= CONSUMER_SHARED_BYTES
+sizes = {"BITS": 4, "ORIGIN": "float", "GROUP": 128, "BIAS": True, "RESIDUAL": True, "EVEN": True, "EVEN_K": True}
+few = int_linear._few_tokens_kernel
+for block_m, changes in ((1, {"ORIGIN": "none"}), (8, {"BITS": 8}), (16, {"EVEN": False, "GROUP": 96})):
+    cut = {"BLOCK_M": block_m, "BLOCK_N": 32, "SHARES": 4}
+    without = ("origins_ptr",) if changes.get("ORIGIN") == "none" else ()
+    assert shared_bytes(few, sizes | cut | changes, without=without) <= CONSUMER_SHARED_BYTES
+cut = {"BLOCK_M": 64, "BLOCK_N": 64, "SPLITS": 4}
+assert shared_bytes(int_linear._many_tokens_kernel, sizes | cut, num_stages=3) <= CONSUMER_SHARED_BYTES
+sizes = {"BITS": 8, "ORIGIN": "float", "GROUP": 0, "BLOCK_N": 8}
+assert shared_bytes(dequantize_codes._dequantize_codes_kernel, sizes) <= CONSUMER_SHARED_BYTES
 
 EVERYTHING = {"BIAS": True, "RESIDUAL": True, "NEXT_NORM": True, "EVEN_K": False, "BLOCK_PARTS": 64}
 NOTHING = {"BIAS": False, "RESIDUAL": False, "NEXT_NORM": False, "EVEN_K": True, "BLOCK_PARTS": 0}

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.cpu.row_tiles import TILE, from_row_tiles, to_row_tiles
 from kernels.cpu.support import has_cpu_kernels
 from kernels.reference import int_linear as reference
-from kernels.reference.int_words import CHUNK, pack_words, to_chunks
+from kernels.reference.int_words import pack_words, to_chunks
 
 pytestmark = pytest.mark.skipif(not has_cpu_kernels(), reason="needs an x86-64 CPU with AVX2, and llvmlite")
 
@@ -99,8 +99,8 @@ def test_every_way_of_storing(rows: int, columns: int, group_size: int, bits: in
 @pytest.mark.parametrize("origin", ORIGINS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_reference_says_the_same(bits: int, origin: str) -> None:
-    weight = make_weight(bits, origin, 48, 6 * CHUNK, CHUNK)
-    x, bias = make_x(7, 6 * CHUNK), torch.linspace(-1, 1, 48)
+    weight = make_weight(bits, origin, 48, 192, 32)
+    x, bias = make_x(7, 192), torch.linspace(-1, 1, 48)
     words = to_chunks(pack_words(weight.codes, bits), bits)
     expected = reference.int_linear(x, words, weight.scales, bits, weight.zero_points, weight.minimums, bias)
     torch.testing.assert_close(weight.linear(x, bias), expected, rtol=1e-5, atol=1e-4)

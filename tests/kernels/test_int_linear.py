@@ -6,59 +6,90 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.ops.int_linear import int_linear
+from kernels.ops.int_linear import MAX_TOKENS, int_linear
 from kernels.ops.projection import Tiles
-from kernels.reference.int_words import codes_per_word, from_chunks, to_chunks, unpack_words
+from kernels.reference.int_words import from_chunks, to_chunks, unpack_words
 from kernels.registry import REGISTRY
 from tests.kernels.oracle import KERNEL_DTYPES
 
 OP = REGISTRY["int_linear"]
-ONE = Tiles(1, 4, 64, 4, 2)
-SEVERAL = Tiles(16, 32, 128, 4, 2)
+ONE = Tiles(1, 16, 128, 2, 1)
+FEW = Tiles(8, 32, 128, 1, 1)
+MANY = Tiles(16, 16, 128, 4, 1)
+WIDE = Tiles(32, 64, 128, 4, 2)
+
+
+def stored_code(words: list[int], column: int, bits: int) -> int:
+    """A code at a time: of the words of a chunk, and with 8 bits of each of its two planes, w holds columns 2 w and 2 w + 1."""
+    chunk, inside = divmod(column, 128)
+    place, pair = divmod(inside, 32)
+    planes = [words[chunk * 4 * bits + 16 * plane + pair // 2] for plane in range(bits // 4)]
+    halves = [word % 2**32 >> (4 * place + 16 * (pair % 2)) & 15 for word in planes]
+    return sum(half << 4 * plane for plane, half in enumerate(halves))
 
 
 def naive(inputs: dict[str, Any]) -> Tensor:
-    """In float64, a code at a time: column k of a row is the (k mod 32 / bits)-th code of the chunk's (k mod bits)-th word."""
-    bits, words, scales = inputs["bits"], inputs["words"].cpu(), inputs["scales"].cpu().double()
+    """In float64."""
+    words, scales = inputs["words"].tolist(), inputs["scales"].cpu().double()
     num_rows, num_columns = len(words), inputs["x"].shape[1]
     weight = torch.zeros(num_rows, num_columns, dtype=torch.float64)
     group_size = num_columns // scales.shape[1]
     for row in range(num_rows):
-        values = [value % 2**32 for value in words[row].tolist()]
         for column in range(num_columns):
-            chunk, place = divmod(column, 32)
-            code = values[chunk * bits + place % bits] >> (bits * (place // bits)) & (2**bits - 1)
+            code = stored_code(words[row], column, inputs["bits"])
             group = column // group_size
             if inputs["minimums"] is not None:
                 weight[row, column] = code * scales[row, group] + inputs["minimums"].cpu().double()[row, group]
             else:
-                zero = 2 ** (bits - 1) if inputs["zero_points"] is None else int(inputs["zero_points"][row, group])
+                middle = 2 ** (inputs["bits"] - 1)
+                zero = middle if inputs["zero_points"] is None else int(inputs["zero_points"][row, group])
                 weight[row, column] = (code - zero) * scales[row, group]
     y = inputs["x"].cpu().double() @ weight.t()
-    return y if inputs["bias"] is None else y + inputs["bias"].cpu().double()
+    for more in ("bias", "residual"):
+        y = y if inputs[more] is None else y + inputs[more].cpu().double()
+    return y
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_chunks_deal_columns_out_over_their_words(bits: int) -> None:
-    words = torch.randint(-(2**31), 2**31, (3, 2 * bits), generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    codes = unpack_words(words, bits, 64)
-    dealt = unpack_words(to_chunks(words, bits), bits, 64)
-    per_word = codes_per_word(bits)
-    for column in range(64):
-        chunk, place = divmod(column, 32)
-        assert torch.equal(dealt[:, 32 * chunk + place % bits * per_word + place // bits], codes[:, column])
-    assert torch.equal(from_chunks(to_chunks(words, bits), bits), words)
+@pytest.mark.parametrize("num_columns", [96, 256])
+def test_chunks_deal_columns_out_over_their_words(bits: int, num_columns: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (3, num_columns * bits // 32), generator=generator).to(torch.int32)
+    chunks = to_chunks(words, bits)
+    assert chunks.shape == (3, -(-num_columns // 128) * 4 * bits)
+    stored = [[stored_code(row, column, bits) for column in range(num_columns)] for row in chunks.tolist()]
+    assert stored == unpack_words(words, bits, num_columns).tolist()
+    assert torch.equal(from_chunks(chunks, bits, num_columns), words)
 
 
-@pytest.mark.parametrize("origin", ["none", "integer", "float"])
-@pytest.mark.parametrize(("bits", "num_columns", "group_size"), [(4, 192, 32), (4, 96, 96), (8, 96, 32)])
-@pytest.mark.parametrize(("num_tokens", "tiles"), [(1, ONE), (2, ONE), (3, SEVERAL), (17, SEVERAL)], ids=str)
+ORIGINS = ("none", "integer", "float")
+STORED = (
+    (4, 192, 32),
+    (4, 320, 64),
+    (4, 96, 96),
+    (4, 256, 128),
+    (8, 384, 192),
+    (8, 96, 32),
+)  # bits, columns, group size
+BATCHES = ((1, ONE), (9, FEW), (11, MANY), (17, WIDE))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "tiles", "bits", "num_columns", "group_size", "origin"),
+    # Every two of batch, storage and origin meet.
+    [
+        (*batch, *stored, ORIGINS[(row + column) % 3])
+        for row, batch in enumerate(BATCHES)
+        for column, stored in enumerate(STORED)
+    ],
+    ids=str,
+)
 def test_every_way_of_storing(
     num_tokens: int, tiles: Tiles, bits: int, num_columns: int, group_size: int, origin: str, device: torch.device
 ) -> None:
     """Neither rows, tokens nor columns are a multiple of any tile."""
     sizes = {"num_columns": num_columns, "group_size": group_size, "num_rows": 37, "num_tokens": num_tokens}
-    inputs = OP.make_inputs(torch.float32, device, bits=bits, origin=origin, bias=True, **sizes)
+    inputs = OP.make_inputs(torch.float32, device, bits=bits, origin=origin, bias=True, residual=True, **sizes)
     expected = naive(inputs).float()
     for output in (int_linear(**inputs, tiles=tiles), OP.reference(**inputs)):
         assert isinstance(output, Tensor)
@@ -66,7 +97,7 @@ def test_every_way_of_storing(
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
-@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("num_tokens", [1, 5, 17])
 def test_defaults_in_every_dtype(num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
     inputs = OP.make_inputs(dtype, device, num_tokens=num_tokens, num_columns=128, group_size=128)
     tolerance = OP.tolerances[dtype]
@@ -79,12 +110,15 @@ def test_defaults_in_every_dtype(num_tokens: int, dtype: torch.dtype, device: to
     ("changes", "named"),
     [
         ({"bits": 3}, "bits is 3; allowed are 4, 8"),
-        ({"x": torch.zeros(2, 40)}, "multiple of 32"),
+        ({"x": torch.zeros(2, 40)}, "3 groups, of which 40 columns"),
         ({"words": torch.zeros(77, 23, dtype=torch.int32)}, "words"),
         ({"scales": torch.zeros(77, 4)}, "4 groups"),
-        ({"zero_points": torch.zeros(77, 3, dtype=torch.uint8)}, "both given"),
+        ({"zero_points": torch.zeros(77, 3, dtype=torch.int16)}, "both given"),
+        ({"minimums": None, "zero_points": torch.zeros(77, 3, dtype=torch.uint8)}, "zero_points is uint8"),
         ({"minimums": torch.zeros(77, 3)}, "minimums is float32"),
+        ({"minimums": torch.zeros(77, 2).half()}, "minimums has 2 groups"),
         ({"bias": torch.zeros(76)}, "bias"),
+        ({"residual": torch.zeros(5, 76)}, "residual"),
     ],
 )
 def test_bad_arguments_are_refused(changes: dict[str, Any], named: str, device: torch.device) -> None:
@@ -96,3 +130,16 @@ def test_bad_arguments_are_refused(changes: dict[str, Any], named: str, device: 
 def test_nothing_to_do(device: torch.device) -> None:
     inputs = OP.make_inputs(torch.float32, device)
     assert int_linear(**(inputs | {"x": inputs["x"][:0]})).shape == (0, 77)
+
+
+def test_more_tokens_than_the_kernel_takes(device: torch.device) -> None:
+    """They go through the dequantized weight."""
+    inputs = OP.make_inputs(torch.float32, device, num_tokens=MAX_TOKENS + 1, num_columns=96, group_size=32, num_rows=5)
+    torch.testing.assert_close(int_linear(**inputs).cpu().double(), naive(inputs), atol=2e-5, rtol=1e-5)
+
+
+def test_the_residual_may_be_written_over(device: torch.device) -> None:
+    inputs = OP.make_inputs(torch.float32, device, num_tokens=2, residual=True)
+    expected = naive(inputs)
+    assert int_linear(**inputs, output=inputs["residual"]) is inputs["residual"]
+    torch.testing.assert_close(inputs["residual"].cpu().double(), expected, atol=2e-5, rtol=1e-5)
