@@ -18,7 +18,6 @@ from backend.paths import models_home
 NUM_WINDOWS = 16
 WINDOW_LENGTH = 256
 _FOLDER = ".quantized"  # hidden: a list of models does not show it
-_VERSION = 1  # to be raised when a method gives other weights than before
 
 ProgressCallback = Callable[[int, int], None]  # layers done, layers in all
 
@@ -36,7 +35,7 @@ def calibrated_checkpoint(source: ModelSource, variant: Variant, on_progress: Pr
 
     from backend.models.model_config import load_decoder_config
     from backend.quantization.calibration import DEFAULT_TEXT, cut_windows, read_texts
-    from backend.quantization.quantize_model import SavedMethod, grid_settings, quantize_model
+    from backend.quantization.quantize_model import VERSION, SavedMethod, grid_settings, quantize_model
     from backend.quantization.work_folder import WorkFolder
     from backend.tokenizer import load_tokenizer
 
@@ -49,7 +48,7 @@ def calibrated_checkpoint(source: ModelSource, variant: Variant, on_progress: Pr
     texts = read_texts(DEFAULT_TEXT)
     length = min(WINDOW_LENGTH, load_decoder_config(source.path).max_position_embeddings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    what = [_VERSION, method, settings.to_dict(), _fingerprint(source.path), texts, NUM_WINDOWS, length, device.type]
+    what = [VERSION, method, settings.to_dict(), _fingerprint(source.path), texts, NUM_WINDOWS, length, device.type]
     key = blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=6).hexdigest()
     name = f"{source.path.name}-{method}-{key}"
     output = models_home() / _FOLDER / name

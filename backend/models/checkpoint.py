@@ -11,15 +11,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backend.errors import ModelError
-
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
+from backend.models.safetensors_file import WEIGHTS_FILE, WEIGHTS_INDEX, find_weights
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class Checkpoint:
-    """Names, shapes and tensors of `folder`'s model.safetensors, or of the parts its index names.
+    """Names, shapes and tensors of a model folder's safetensors file, or of the parts its index names.
 
     Use it as a context: the files stay mapped, and are read from the disk as their tensors are copied.
     """
@@ -34,7 +32,7 @@ class Checkpoint:
                 handle = self._open(path)
                 present = set(handle.keys())
                 if absent := sorted(expected - present):
-                    raise ModelError(f"{path}: lacks {absent[0]}, which {_INDEX_FILE} says it holds")
+                    raise ModelError(f"{path}: lacks {absent[0]}, which its index says it holds")
                 self._locations |= dict.fromkeys(expected or present, (path, handle))
         except BaseException:
             self._files.close()
@@ -80,20 +78,21 @@ class Checkpoint:
         try:
             return self._files.enter_context(safe_open(path, framework="pt", device="cpu"))
         except FileNotFoundError:
-            raise ModelError(f"{path} is missing, though {_INDEX_FILE} names it") from None
+            raise ModelError(f"{path} is missing, though the index names it") from None
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path}: truncated, or not a safetensors file ({error})") from None
 
 
 def _parts(folder: Path) -> dict[Path, set[str]]:
     """File -> the tensors to take from it; an empty set stands for all it holds."""
-    single, index = folder / _SINGLE_FILE, folder / _INDEX_FILE
-    if single.exists():
-        return {single: set()}
-    if not index.exists():
+    weights = find_weights(folder)
+    if weights is None:
         found = sorted(path.name for path in folder.glob("*") if path.suffix in {".bin", ".pt", ".pth", ".gguf"})
         suffix = f" (it holds {', '.join(found)}: only safetensors are supported)" if found else ""
-        raise ModelError(f"{folder}: neither {_SINGLE_FILE} nor {_INDEX_FILE} is there{suffix}")
+        raise ModelError(f"{folder}: neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX} is there{suffix}")
+    if weights.suffix != ".json":
+        return {weights: set()}
+    index = weights
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         entries = {name: Path(file) for name, file in weight_map.items()}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from backend.errors import ModelError
 
+T = TypeVar("T", bound=str)
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 80
 
@@ -71,6 +72,13 @@ class JsonFields:
         if not isinstance(value, dict):
             raise self.error(f"{key} {shown(value)} is not an object")
         return JsonFields(self.path, value)
+
+    def one_of(self, what: str, value: str, supported: tuple[T, ...]) -> T:
+        """`value` as one of those; `what` names it in the error."""
+        for known in supported:
+            if known == value:
+                return known
+        raise self.error(f"{what} {shown(value)} is not supported; supported: {', '.join(supported)}")
 
     def _present(self, key: str, default: Any) -> Any:
         value = self.get(key)

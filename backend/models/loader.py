@@ -158,7 +158,8 @@ def _load_checkpoint(
         copy({name: slot for name, slot in slots.items() if not slot.is_meta})
         for _, dense, projections in quantizer.dense_layers(model, device) if quantizer else ():
             copy(linear_slots(dense, projections))
-        known = {*slots, *packed, *([HEAD] if config.tie_word_embeddings else [])}
+        zeros = quantizer.zero_biases if isinstance(quantizer, StoredLayers) else set()
+        known = {*slots, *packed, *zeros, *([HEAD] if config.tie_word_embeddings else [])}
         unused = [name for name in checkpoint.names if name not in known and not name.endswith(REDUNDANT_SUFFIX)]
     if unused:
         notices.append(f"the model does not use these tensors of the checkpoint: {_listed(unused)}")

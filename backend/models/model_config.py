@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backend.models.json_fields import JsonFields, shown
-from backend.quantization.formats.scheme import StoredQuantization, read_quantization
+from backend.quantization.formats.quantization_config import read_quantization
+from backend.quantization.formats.scheme import StoredQuantization
 
 SUPPORTED_ROPE_TYPES = ("default", "llama3")
 

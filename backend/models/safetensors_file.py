@@ -18,6 +18,11 @@ import numpy as np
 
 from backend.errors import ModelError
 
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+# The first of which there is one; the later names are AutoGPTQ's.
+_WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX, "gptq_model-*.safetensors.index.json", "gptq_model-*.safetensors")
+
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -62,6 +67,15 @@ def write_float32(path: Path, tensors: Sequence[Float32Tensor], on_bytes: Callab
                 raise AssertionError(f"{tensor.name}: {written - expected:+d} bytes against its shape {tensor.shape}")
         file.flush()
         os.fsync(file.fileno())
+
+
+def find_weights(folder: Path) -> Path | None:
+    """The file of a model folder's weights, or the index of their parts."""
+    for pattern in _WEIGHTS:
+        found = [path for path in folder.glob(pattern) if path.is_file()]
+        if len(found) == 1:
+            return found[0]
+    return None
 
 
 def count_elements(path: Path) -> int:

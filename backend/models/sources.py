@@ -15,7 +15,7 @@ from backend.models import pull, store
 from backend.models.dummy import DUMMY_SHAPES
 from backend.models.model_config import DecoderConfig, load_decoder_config
 from backend.models.pull import PULLABLE, ProgressCallback
-from backend.models.safetensors_file import count_elements
+from backend.models.safetensors_file import WEIGHTS_FILE, WEIGHTS_INDEX, count_elements, find_weights
 
 ModelState = Literal["ready", "not pulled", "damaged", "built in"]
 
@@ -171,10 +171,8 @@ def _resolve_stored(name: str) -> ModelSource:
 
 def _resolve_folder(name: str, path: Path) -> ModelSource:
     load_decoder_config(path)
-    if not any((path / file).is_file() for file in ("model.safetensors", "model.safetensors.index.json")):
-        raise ModelError(
-            f"{path} has no weights; expected model.safetensors, or model.safetensors.index.json with its parts"
-        )
+    if find_weights(path) is None:
+        raise ModelError(f"{path} has no weights; expected {WEIGHTS_FILE}, or {WEIGHTS_INDEX} with its parts")
     return ModelSource(name, "folder", path=path)
 
 

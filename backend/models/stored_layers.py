@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,27 @@ from backend.models.checkpoint import Checkpoint
 from backend.models.decoder import Decoder
 from backend.models.model_config import DecoderConfig
 from backend.models.weight_slots import MergedLinear, layer_linears
-from backend.quantization.formats.compressed_tensors import decode, join_rows
-from backend.quantization.formats.scheme import StoredQuantization, StoredScheme
+from backend.quantization.base import PackedWeight
+from backend.quantization.formats import awq_gemm, compressed_tensors, gptq_v1
+from backend.quantization.formats.compressed_tensors import join_rows
+from backend.quantization.formats.grids import ReadTensor
+from backend.quantization.formats.scheme import Format, StoredQuantization, StoredScheme
 
-_SUFFIXES = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+_SUFFIXES = (
+    *("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),  # compressed-tensors'
+    *("qweight", "qzeros", "scales", "g_idx"),  # AutoAWQ's and AutoGPTQ's
+)
+_DECODERS: dict[Format, Callable[[str, ReadTensor, StoredScheme, tuple[int, int]], PackedWeight]] = {
+    "awq-gemm": awq_gemm.decode,
+    "gptq-v1": gptq_v1.decode,
+}
 
 
 class StoredLayers:
     """For one load, in the place of a `LayerQuantizer`.
 
-    `skipped` names modules that are stored as they are; `stored` the tensors of the others, which this reads itself.
+    `skipped` names modules that are stored as they are; `stored` the weights' tensors of the others, which this reads itself;
+    `zero_biases`, once the layers are read, those that the checkpoint has and the model does without.
     """
 
     settings = QuantizationSettings()  # nothing is quantized here
@@ -64,6 +75,7 @@ class StoredLayers:
         kinds = sorted({str(scheme) for _, scheme in self._linears.values() if scheme is not None})
         self.description = " and ".join(kinds)
         self.notices: tuple[str, ...] = ()
+        self.zero_biases: set[str] = set()
 
     def count_bytes(self, config: DecoderConfig) -> int:
         """What the decoder's parameters take, scales aside, and the largest layer's codes beside them as they are read."""
@@ -96,11 +108,34 @@ class StoredLayers:
                 without_weight = Linear(*shape, bias=False, dtype=self._dtype, device=torch.device("meta"))
                 without_weight.weight, without_weight.bias = None, bias
                 yield path, without_weight, merged.projections
-                weights = [
-                    decode(name, self._read, scheme, (rows, merged.in_features))
-                    for name, rows in merged.projections.items()
-                ]
-                model.set_submodule(path, QuantizedLinear(join_rows(weights).to(str(device)), bias))
+                if not has_bias:
+                    self._check_zero_biases(merged)
+                packed = self._packed(merged, scheme).to(str(device))
+                model.set_submodule(path, QuantizedLinear(packed, bias))
+
+    def _packed(self, merged: MergedLinear, scheme: StoredScheme) -> PackedWeight:
+        decode = _DECODERS.get(scheme.format, compressed_tensors.decode)
+        weights = [
+            decode(name, self._read, scheme, (rows, merged.in_features)) for name, rows in merged.projections.items()
+        ]
+        try:
+            return join_rows(weights)
+        except ValueError:
+            raise ModelError(
+                f"{self._checkpoint.folder}: the groups (g_idx, desc_act) of {', '.join(merged.projections)} lie in "
+                "different orders; projections of one input have to be stored alike"
+            ) from None
+
+    def _check_zero_biases(self, merged: MergedLinear) -> None:
+        """AutoGPTQ stores a bias of zeros where the model has none."""
+        for name in merged.projections:
+            bias = f"{name}.bias"
+            if bias in self._checkpoint:
+                if self._checkpoint.tensor(bias).any():
+                    raise ModelError(
+                        f"{self._checkpoint.path(bias)}: {bias} is not 0, and by config.json there is none"
+                    )
+                self.zero_biases.add(bias)
 
     def _read(self, name: str, shapes: Sequence[tuple[int, ...]], dtypes: tuple[torch.dtype, ...]) -> Tensor:
         if name not in self._checkpoint:

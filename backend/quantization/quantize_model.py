@@ -39,7 +39,7 @@ from backend.quantization.work_folder import WorkFolder
 
 SavedMethod = Literal["int8", "int4", "gptq", "awq", "w8a8_int8", "fp8"]
 _CALIBRATED = ("gptq", "awq")  # they choose codes on the grids of int4
-_VERSION = 1  # to be raised when a run gives other files than before: a work folder is not gone on with then
+VERSION = 1  # to be raised when a run gives other files than before: what an older one left is not used then
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ def _key(
     """Changes with all that decides what is written."""
     files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
     what: Mapping[str, object] = {
-        "version": _VERSION,
+        "version": VERSION,
         "method": method,
         "settings": settings.to_dict(),
         "files": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files],

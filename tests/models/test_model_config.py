@@ -131,7 +131,10 @@ def test_default_rope_parameters(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
         ({"hidden_act": "gelu"}, ["hidden_act 'gelu'", "allowed: silu"]),
         ({"sliding_window": 4096}, ["sliding_window"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quant_method 'gptq'", "supported: compressed-tensors"]),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            ["quant_method 'hqq'", "supported: compressed-tensors, awq"],
+        ),
         ({"quantization_config": "int4"}, ["quantization_config 'int4' is not an object"]),
         ({"num_key_value_heads": 4}, ["num_attention_heads 9", "num_key_value_heads 4"]),
         ({"hidden_size": 100}, ["hidden_size 100", "num_attention_heads 9"]),

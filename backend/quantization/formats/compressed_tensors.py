@@ -15,29 +15,26 @@ model and that no other program can read helps nobody, and `zero_point = "intege
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from backend.config import QuantizationSettings
-from backend.errors import ConfigError, ModelError
+from backend.errors import ConfigError
 from backend.quantization.base import PackedWeight
 from backend.quantization.formats.dense_words import num_words, pack_dense, unpack_dense
+from backend.quantization.formats.grids import FLOATS, ReadTensor, check_finite, num_groups, stored_weight
 from backend.quantization.formats.scheme import StoredScheme
 from backend.quantization.fp8 import FP8Weight
 from backend.quantization.group_size import CHANNEL
-from backend.quantization.int_weight import Grid, IntWeight, pack
+from backend.quantization.int_weight import IntWeight
+from backend.quantization.permuted_weight import PermutedWeight, common_order
 from backend.quantization.w8a8_int8 import W8A8Weight
 from kernels.reference.int_words import unpack_words
 
-# (name, shapes, dtypes) -> a tensor of the checkpoint, after a check that it has one of the shapes and of the dtypes.
-ReadTensor = Callable[[str, Sequence[tuple[int, ...]], tuple[torch.dtype, ...]], Tensor]
-
 SAVABLE = ("int8", "int4", "w8a8_int8", "fp8")  # of `quantization.method`
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def scheme_of(settings: QuantizationSettings) -> StoredScheme:
@@ -94,18 +91,15 @@ def decode(name: str, read: ReadTensor, scheme: StoredScheme, shape: tuple[int, 
         ModelError: by `read`, or for numbers that are no weights.
     """
     rows, columns = shape
-    if scheme.scale_of == "group" and columns % scheme.group_size:
-        raise ModelError(f"{name}: groups of {scheme.group_size} do not divide {columns:,} inputs")
-    groups = columns // scheme.group_size if scheme.scale_of == "group" else 1
+    groups = num_groups(name, scheme, columns)
     per_row = [(rows, groups)] if groups > 1 else [(rows, 1), (rows,)]
     scale_shapes = [(1,), ()] if scheme.scale_of == "tensor" else per_row
 
     def per_group(tensor: Tensor) -> Tensor:
         return tensor.reshape(-1, groups).expand(rows, groups).contiguous()
 
-    scales = per_group(read(f"{name}.weight_scale", scale_shapes, _FLOATS))
-    if not scales.isfinite().all():
-        raise ModelError(f"{name}.weight_scale has values that are infinite or NaN")
+    scales = per_group(read(f"{name}.weight_scale", scale_shapes, FLOATS))
+    check_finite(f"{name}.weight_scale", scales)
     if scheme.format == "float-quantized":
         codes = read(f"{name}.weight", [shape], (torch.float8_e4m3fn,))
         return FP8Weight(codes, scales.float(), "tensor" if scheme.activation_scale_of == "tensor" else "channel")
@@ -113,16 +107,15 @@ def decode(name: str, read: ReadTensor, scheme: StoredScheme, shape: tuple[int, 
         return W8A8Weight(read(f"{name}.weight", [shape], (torch.int8,)), scales.float())
     zeros = None
     if scheme.format == "pack-quantized":
-        packed = read(f"{name}.weight_packed", [(rows, num_words(columns, scheme.bits))], (torch.int32,))
-        codes = unpack_dense(packed, scheme.bits, columns)
+        words = read(f"{name}.weight_packed", [(rows, num_words(columns, scheme.bits))], (torch.int32,))
         if not scheme.symmetric:
             packed = read(f"{name}.weight_zero_point", [(num_words(rows, scheme.bits), groups)], (torch.int32,))
             zeros = unpack_dense(packed.t(), scheme.bits, rows).t().contiguous()
     else:
-        codes = _unsigned(read(f"{name}.weight", [shape], (torch.int8,)))
+        words = pack_dense(_unsigned(read(f"{name}.weight", [shape], (torch.int8,))), scheme.bits)
         if not scheme.symmetric:
             zeros = per_group(_unsigned(read(f"{name}.weight_zero_point", scale_shapes, (torch.int8,))))
-    return pack(codes, Grid(_narrowest(scales), zeros, None), scheme.bits)
+    return stored_weight(words, columns, scales, zeros, scheme.bits)
 
 
 def cut_rows(weight: PackedWeight, sizes: Sequence[int]) -> list[PackedWeight]:
@@ -135,7 +128,14 @@ def cut_rows(weight: PackedWeight, sizes: Sequence[int]) -> list[PackedWeight]:
 
 
 def join_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """Projections of one scheme side by side. Steps of two dtypes become float32."""
+    """Projections of one scheme side by side. Steps of two dtypes become float32.
+
+    Raises:
+        ValueError: their columns are not in one order.
+    """
+    permuted = [weight for weight in weights if isinstance(weight, PermutedWeight)]
+    if permuted:
+        return PermutedWeight(join_rows([weight.weight for weight in permuted]), common_order(weights))
     integers = [weight for weight in weights if isinstance(weight, IntWeight)]
     if len({weight.scales.dtype for weight in integers}) > 1:
         return IntWeight.join([replace(weight, scales=weight.scales.float()) for weight in integers])
@@ -163,10 +163,3 @@ def _signed(codes: Tensor) -> Tensor:
 
 def _unsigned(codes: Tensor) -> Tensor:
     return (codes.to(torch.int16) + 128).to(torch.uint8)
-
-
-def _narrowest(scales: Tensor) -> Tensor:
-    """Steps in float16 where that holds them, as ours are, and in float32 where there is one per channel."""
-    wide = scales.float()
-    half = wide.half()
-    return half if scales.shape[1] > 1 and torch.equal(half.float(), wide) else wide

@@ -1,20 +1,18 @@
-"""What a checkpoint's `quantization_config` says of its layers, in the form of the compressed-tensors library (0.20).
+"""How a checkpoint stores its linear layers, and how a `quantization_config` in the form of compressed-tensors says so.
 
-Read and written as plain JSON: neither torch nor that library is needed. What computes something else than is said here
-(activations, KV caches, rotations, sparsity) is refused by name, never ignored.
+Plain JSON: neither torch nor that library is needed.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from backend.models.json_fields import JsonFields, shown
 from backend.quantization.group_size import CHANNEL
 
-Format = Literal["pack-quantized", "int-quantized", "float-quantized"]
-FORMATS: tuple[Format, ...] = ("pack-quantized", "int-quantized", "float-quantized")
+# The first three are compressed-tensors', the others of the tools that are named so.
+Format = Literal["pack-quantized", "int-quantized", "float-quantized", "awq-gemm", "gptq-v1"]
 ScaleOf = Literal["group", "channel", "tensor"]
 ActivationScaleOf = Literal["token", "tensor"]
 
@@ -22,11 +20,7 @@ QUANT_METHOD = "compressed-tensors"
 HEAD = "lm_head"
 _VERSION = "0.20.0"  # of the library whose form this is
 _LINEAR = "Linear"  # a target that names the class: all linear layers, the output head too
-_REGEX = "re:"
-_MOST_GROUPS = 64
-T = TypeVar("T")
-
-_STRATEGIES: tuple[ScaleOf, ...] = ("group", "channel", "tensor")
+REGEX = "re:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +94,7 @@ class StoredQuantization:
         return min(found, key=lambda match: match[:2])[2] if found else None
 
     def to_dict(self) -> dict[str, Any]:
-        """`quantization_config` of config.json."""
+        """`quantization_config` of config.json, where the formats are compressed-tensors'."""
         formats = {scheme.format for _, scheme in self.groups}
         return {
             "quant_method": QUANT_METHOD,
@@ -118,127 +112,15 @@ class StoredQuantization:
 
 
 def all_layers_but(scheme: StoredScheme, ignored: tuple[str, ...]) -> StoredQuantization:
-    """Every linear layer in one scheme, but for the output head and `ignored`, which are names."""
+    """Every linear layer in one scheme, but for the output head and `ignored`, which are names or patterns."""
     return StoredQuantization((((_LINEAR,), scheme),), (*ignored, HEAD))
 
 
-def read_quantization(fields: JsonFields) -> StoredQuantization | None:
-    """Of a config.json; None where it has no `quantization_config`.
-
-    Raises:
-        ModelError: it is malformed, or something in it is not supported.
-    """
-    config = fields.table("quantization_config")
-    if config is None:
-        return None
-    method = config.text("quant_method", "unnamed")
-    _one_of(config, "quantization_config.quant_method", method, (QUANT_METHOD,))
-    _one_of(config, "quantization_status", config.text("quantization_status", "compressed"), ("compressed",))
-    for key, what in (
-        ("kv_cache_scheme", "KV caches in the scales of a checkpoint"),
-        ("sparsity_config", "sparse weights"),
-        ("transform_config", "rotated weights"),
-    ):
-        if config.get(key) not in (None, {}):
-            config.refuse(key, f"{what} are")
-    groups = config.table("config_groups")
-    if groups is None or not 1 <= len(groups.data) <= _MOST_GROUPS:
-        raise config.error(f"config_groups does not name 1 to {_MOST_GROUPS} groups of layers")
-    stored = StoredQuantization(
-        tuple(_read_group(groups, name, config.text("format", "unnamed")) for name in groups.data),
-        _patterns(config, "ignore") if config.get("ignore") is not None else (),
-    )
-    if stored.scheme_of(HEAD) is not None:
-        raise config.error(f"a quantized output head is not supported: config_groups names {HEAD}, and ignore does not")
-    return stored
-
-
-def _read_group(groups: JsonFields, name: str, default_format: str) -> tuple[tuple[str, ...], StoredScheme]:
-    group = groups.table(name)
-    weights = group.table("weights") if group is not None else None
-    if group is None or weights is None:
-        raise groups.error(f"{name} of config_groups says nothing of weights")
-    group.refuse("output_activations", "quantized outputs of layers are")
-    stored_as: Format = _one_of(group, "quantization format", group.text("format", default_format), FORMATS)
-    kind = "float" if stored_as == "float-quantized" else "int"
-    _one_of(weights, f"type of {stored_as} weights", weights.text("type", "int").lower(), (kind,))
-    least = 2 if stored_as == "pack-quantized" else 8
-    bits = weights.integer("num_bits", 8, least=least, most=8)
-    if weights.get("dynamic") not in (None, False):
-        raise weights.error("weights that are quantized at run time (dynamic) are not supported")
-    if weights.get("actorder") not in (None, False):
-        _one_of(weights, "actorder", weights.text("actorder", ""), ("weight", "static"))
-    has_group_size = weights.get("group_size") not in (None, CHANNEL)
-    strategy = weights.text("strategy", "group" if has_group_size else "channel")
-    allowed: tuple[ScaleOf, ...] = _STRATEGIES if stored_as != "float-quantized" else _STRATEGIES[1:]
-    scale_of: ScaleOf = _one_of(weights, f"strategy of {stored_as} weights", strategy, allowed)
-    symmetric = weights.flag("symmetric", True)
-    if kind == "float" and not symmetric:
-        raise weights.error("zero points of float weights are not supported")
-    return _patterns(group, "targets"), StoredScheme(
-        format=stored_as,
-        bits=bits,
-        scale_of=scale_of,
-        group_size=weights.integer("group_size", most=2**20) if scale_of == "group" else CHANNEL,
-        symmetric=symmetric,
-        activation_scale_of=_read_activations(group, stored_as, kind, symmetric),
-    )
-
-
-def _read_activations(group: JsonFields, stored_as: str, kind: str, symmetric: bool) -> ActivationScaleOf | None:
-    activations = group.table("input_activations")
-    if activations is None:
-        if stored_as == "float-quantized":
-            raise group.error("float-quantized weights without input_activations are not supported")
-        return None
-    if stored_as == "pack-quantized" or not symmetric:
-        zeros = "" if symmetric else " with zero points"
-        raise group.error(f"input_activations beside {stored_as} weights{zeros} are not supported")
-    found = {
-        "type": activations.text("type", "int").lower(),
-        "num_bits": activations.integer("num_bits", 8, most=64),
-        "dynamic": activations.get("dynamic"),
-        "symmetric": activations.flag("symmetric", True),
-    }
-    wanted = {"type": kind, "num_bits": 8, "dynamic": True, "symmetric": True}
-    if found != wanted:
-        differing = ", ".join(f"{key} {shown(value)}" for key, value in found.items() if wanted[key] != value)
-        raise group.error(
-            f"input_activations with {differing} are not supported; supported: {kind}8, dynamic, symmetric"
-        )
-    strategy = activations.text("strategy", "token")
-    allowed: tuple[ActivationScaleOf, ...] = ("token",) if kind == "int" else ("token", "tensor")
-    scale_of: ActivationScaleOf = _one_of(
-        activations, f"strategy of activations beside {stored_as} weights", strategy, allowed
-    )
-    return scale_of
-
-
-def _patterns(fields: JsonFields, key: str) -> tuple[str, ...]:
-    values = fields.get(key)
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise fields.error(f"{key} is not a list of names")
-    for value in values:
-        try:
-            re.compile(value.removeprefix(_REGEX))
-        except re.error:
-            if value.startswith(_REGEX):
-                raise fields.error(f"{key} has {shown(value)}, which is not a regular expression") from None
-    return tuple(values)
-
-
 def _matches(pattern: str, name: str) -> bool:
-    if pattern.startswith(_REGEX):
-        return re.match(pattern.removeprefix(_REGEX), name) is not None
+    if pattern.startswith(REGEX):
+        return re.match(pattern.removeprefix(REGEX), name) is not None
     return pattern in (name, _LINEAR)
 
 
 def _rank(target: str) -> int:
-    return 2 if target == _LINEAR else int(target.startswith(_REGEX))
-
-
-def _one_of(fields: JsonFields, what: str, value: str, supported: tuple[T, ...]) -> T:
-    for known in supported:
-        if known == value:
-            return known
-    raise fields.error(f"{what} {shown(value)} is not supported; supported: {', '.join(map(str, supported))}")
+    return 2 if target == _LINEAR else int(target.startswith(REGEX))
