@@ -28,7 +28,11 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "decode_1_tok_s": ("Decode ×1, tok/s", "Output tokens per second of one request with a short prompt."),
     "decode_32_tok_s": ("Decode ×32, tok/s", "Output tokens per second of 32 requests that decode together."),
     "prefill_tok_s": ("Prefill, tok/s", "Prompt tokens per second, of prompts of 512 tokens."),
-    "peak_memory_bytes": ("Peak memory", "The most that was allocated on the GPU while speeds were measured."),
+    "peak_memory_bytes": (
+        "Peak memory",
+        "The most that this process held while speeds were measured, the reference included: allocated on the GPU, or "
+        "resident on a CPU.",
+    ),
 }
 
 

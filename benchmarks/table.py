@@ -1,6 +1,6 @@
 """Results of `benchmarks/engine.py` as a table: as text, and as the README's section between its markers.
 
-python -m benchmarks.table     # writes README.md anew from benchmarks/results/*.json
+python -m benchmarks.table     # writes the tables of README.md anew from benchmarks/results/*.json
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks import quality_table
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -48,18 +50,20 @@ def text_table(result: Result) -> str:
     return "\n".join(lines)
 
 
-def replace_between_markers(text: str, table: str) -> str:
+def replace_between_markers(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     """`text` with what lies between the markers replaced. Raises `ValueError` unless each is there once, in order."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after or END in before + after:
-        raise ValueError(f"the text needs one {BEGIN} and one {END} after it")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    before, first, rest = text.partition(begin)
+    _, last, after = rest.partition(end)
+    if not first or not last or begin in after or end in before + after:
+        raise ValueError(f"the text needs one {begin} and one {end} after it")
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def main() -> None:
-    text = README.read_text(encoding="utf-8")
-    README.write_text(replace_between_markers(text, markdown(load_results())), encoding="utf-8")
+    text = replace_between_markers(README.read_text(encoding="utf-8"), markdown(load_results()))
+    quality = quality_table.markdown(quality_table.load_results(RESULTS))
+    text = replace_between_markers(text, quality, quality_table.BEGIN, quality_table.END)
+    README.write_text(text, encoding="utf-8")
 
 
 def _columns(row: Sequence[str], widths: Sequence[int]) -> Iterable[tuple[int, tuple[str, int]]]:

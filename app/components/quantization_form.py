@@ -26,9 +26,7 @@ _MORE = (
     "int4:zero_point=none",
     "int4:group_size=32,zero_point=integer",
     "fp8:granularity=tensor",
-    "none:kv=fp8_e4m3",
-    "none:kv=int8",
-    "none:kv=int4",
+    "int4:group_size=32,zero_point=float",
 )
 _MAX_SEARCHED = 50
 

@@ -37,7 +37,8 @@ def errors(results: Sequence[Any]) -> None:
                 st.altair_chart(quantization_charts.heat_map(cells, kind, domain), key=f"quantization-heat-{kind}")
     st.caption(
         "Relative error of the layer's output on the reference's activations, "
-        "$\\lVert XW^T - Q(X)\\rVert / \\lVert XW^T\\rVert$, on one logarithmic scale."
+        "$\\lVert XW^T - Q(X)\\rVert / \\lVert XW^T\\rVert$, on one logarithmic scale. "
+        "The scales of awq, which a layer's neighbours undo, are left out."
     )
     for row in wholes(results):
         if row["layers_problem"]:

@@ -13,6 +13,9 @@ from app.components import notes, quantization_charts, quantization_matrix, run_
 from app.components.quantization_form import ADDRESS, RUN
 from app.components.run_table import quantization_text
 from app.services import Services
+from backend.config import DEFAULT_MODEL
+from backend.errors import ConfigError
+from backend.experiments.quantization_config import REFERENCE, parse_variant
 from backend.experiments.quantization_results import wholes
 from db.run_ids import parse_run_id
 from db.run_rows import Run
@@ -30,6 +33,12 @@ _SHORT = {
     "kl_mean": "KL",
     "perplexity": "Perplexity",
 }
+
+_OWN_GRID = (
+    "The default model was published in Q4_1: its weights lie on grids of 16 values, one for each group of 32, which begin at "
+    "a floating minimum. int4 in groups of 32 with such a minimum finds these grids again and loses nothing. An integer zero "
+    "point lays 0 on each grid, and the other values beside the weights. Other groups and 3 bits show what methods are worth."
+)
 
 
 def pick(services: Services) -> tuple[Run | None, Run | None]:
@@ -75,10 +84,19 @@ def show(services: Services, run: Run, beside: Run | None) -> list[Any]:
         return []
     quantization_matrix.show(results)
     st.caption(notes.plain(_what(run, results)))
+    if run.model == DEFAULT_MODEL and any(_has_groups_of_32(row["variant"]) for row in wholes(results)):
+        st.caption(_OWN_GRID)
     if beside is not None:
         _compared(services, run, results, beside)
     _picture(results)
     return results
+
+
+def _has_groups_of_32(variant: str) -> bool:
+    try:
+        return variant != REFERENCE and parse_variant(variant).quantization.group_size == 32
+    except ConfigError:  # stored by another version
+        return False
 
 
 def _heading(services: Services, run: Run) -> None:

@@ -36,6 +36,8 @@ al., *QLoRA*, 2023). **w8a8_int8** and **fp8** round activations too, so that th
 **llm_int8** leaves out the few inputs with values beyond a threshold, as they would spoil everyone's scale (Dettmers et al.,
 *LLM.int8()*, 2022): these are the outlier channels.
 
+**KV** variants leave the weights as they are, and keep keys and values in 8 or 4 bits, with a scale for each token and head.
+
 What it costs is measured on a text: perplexity, and the divergence of next-token distributions from the unquantized model's,
 
 $$\mathrm{PPL} = \exp\!\Big(\!-\tfrac1n \sum_i \ln p(t_i)\Big), \qquad

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
 from backend.config import EngineConfig
 from backend.core.block_hash import BlockHash, prefix_key
 from backend.core.kv_format import KV_FORMATS
 from backend.core.kv_groups import KVGroupSpec
 from backend.core.kv_layouts import resolve_layout
 from backend.core.kv_windows import KVWindows
+from backend.core.speculation import check_speculation, resolve_speculation
 from backend.engine.llm_engine import LLMEngine
 from backend.errors import CapacityError, ConfigError
 from backend.metrics.stats import Phase
@@ -22,9 +21,12 @@ from backend.models.dummy import DUMMY_SHAPES
 from backend.models.loader import LoadedModel
 from backend.models.model_config import DecoderConfig, load_decoder_config
 from backend.models.sources import ModelSource, resolve_source
+from backend.spec_decode.vocabulary import check_same_tokens
 from backend.tokenizer import Tokenizer, load_tokenizer
+from backend.worker.device import choose_device
 from backend.worker.executor import InProcessExecutor
 from backend.worker.model_runner import ModelRunner
+from backend.worker.speculative_runner import SpeculativeModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,12 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
     source = resolve_source(config.model.name)
     decoder_config = _read_decoder_config(source)
     _check(config, source, decoder_config)
-    device = _device(config)
+    device = choose_device(config)
     resolved = config.resolve(device=device, max_model_len=decoder_config.max_position_embeddings)
     tokenizer = load_tokenizer(source)
-    runner = ModelRunner(resolved)
+    if resolved.speculative.model is not None:
+        check_same_tokens(source, resolve_source(resolved.speculative.model))
+    runner = (ModelRunner if resolved.speculative.method == "none" else SpeculativeModelRunner)(resolved)
     try:
         loaded = runner.load_model(
             source, lambda done, total: on_phase(Phase("loading", done / 2**20, total / 2**20, "MiB"))
@@ -77,7 +81,10 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
         num_blocks = runner.determine_num_blocks()
         resolved, notices = _fit_to_pool(config, resolved, num_blocks, runner.kv_groups)
         resolved, layout_notices = resolve_layout(resolved)
+        resolved, speculation_notices = resolve_speculation(resolved)
         assert resolved.model.max_model_len is not None
+        if isinstance(runner, SpeculativeModelRunner):
+            speculation_notices += runner.notices(resolved.model.max_model_len)
         runner.initialize_kv_cache(num_blocks, resolved.model.max_model_len)
         runner.capture_cuda_graphs(
             resolved.model.max_model_len, lambda done, total: on_phase(Phase("capturing graphs", done, total, "graphs"))
@@ -94,6 +101,7 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
         decoder_config.vocab_size,
         eos_token_ids,
         _prefix_key(resolved, source, decoder_config),
+        runner.draft_cost if isinstance(runner, SpeculativeModelRunner) else 0.0,
     )
     memory = runner.memory()
     info = EngineInfo(
@@ -110,7 +118,7 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
             "kv_bytes_per_token": _bytes_per_token(runner.kv_groups[0], decoder_config.num_layers),
             "num_blocks": num_blocks,
         },
-        notices=(*loaded.notices, *notices, *layout_notices),
+        notices=(*loaded.notices, *notices, *layout_notices, *speculation_notices),
     )
     return LoadedEngine(engine, tokenizer, info)
 
@@ -135,14 +143,6 @@ def _read_decoder_config(source: ModelSource) -> DecoderConfig:
     return DUMMY_SHAPES[source.shape or ""]
 
 
-def _device(config: EngineConfig) -> Any:
-    if config.model.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("model.device = 'cuda', but torch finds no CUDA device here; allowed: 'auto', 'cpu'")
-    if config.model.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return config.model.device
-
-
 def _check(config: EngineConfig, source: ModelSource, decoder_config: DecoderConfig) -> None:
     asked, model_context = config.model.max_model_len, decoder_config.max_position_embeddings
     if asked is not None and asked > model_context:
@@ -159,6 +159,7 @@ def _check(config: EngineConfig, source: ModelSource, decoder_config: DecoderCon
             f"kernels.batch_invariant = True does not go together with {what}: the products of quantized weights sum in an "
             "order that depends on the batch"
         )
+    check_speculation(config)
     if problem := KV_FORMATS[config.cache.dtype].problem(decoder_config.head_dim):
         raise ConfigError(f"cache.dtype = {config.cache.dtype!r}: {problem}; allowed are 'auto', 'fp8_e4m3', 'int8'")
 

@@ -45,7 +45,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class KeyHead:
-    """The keys of one KV head, over all positions.
+    """The keys of one KV head, over all positions. None where the median channel is always 0, or always the same.
 
     Attributes:
         outlier_ratio: root mean square of the largest channel over that of the median one.
@@ -56,9 +56,9 @@ class KeyHead:
 
     layer: int
     kv_head: int
-    outlier_ratio: float
+    outlier_ratio: float | None
     channel: int
-    errors: dict[str, float]
+    errors: dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class KVQuality:
             f"channel {head.channel} is {head.outlier_ratio:.1f} times as large as the median one"
             for head in self.heads
             for kv_dtype, error in head.errors.items()
-            if not error <= LARGEST_ERROR
+            if error is not None and not error <= LARGEST_ERROR
         ]
 
 
@@ -201,8 +201,14 @@ def _key_heads(layer: int, cache: LayerCache, num_tokens: int, kv_dtypes: Sequen
         stored = rotate(keys) if KV_FORMATS[name].rotates_keys else keys
         changed = (dequantize(*quantize(stored, DTYPES[name])) - stored).square().mean(dim=0).sqrt()
         signal = keys.std(dim=0, correction=0)
-        errors[name] = (changed.median(dim=-1).values / signal.median(dim=-1).values).tolist()
+        errors[name] = _quotients(changed.median(dim=-1).values, signal.median(dim=-1).values)
     channels = keys.square().mean(dim=0).sqrt()
-    ratios = (channels.amax(dim=-1) / channels.median(dim=-1).values).tolist()
+    ratios = _quotients(channels.amax(dim=-1), channels.median(dim=-1).values)
     for kv_head, (ratio, channel) in enumerate(zip(ratios, channels.argmax(dim=-1).tolist(), strict=True)):
         yield KeyHead(layer, kv_head, ratio, channel, {name: errors[name][kv_head] for name in kv_dtypes})
+
+
+def _quotients(values: Tensor, divisors: Tensor) -> list[float | None]:
+    """None where there is nothing to divide by."""
+    pairs = zip((values / divisors).tolist(), divisors.tolist(), strict=True)
+    return [quotient if divisor else None for quotient, divisor in pairs]

@@ -6,12 +6,13 @@ where Q(X) is what the quantized layer makes of X, without bias. Where weights a
 reference, so that no layer answers for the ones before it; products are in float32, sums of squares in float64.
 
 The scan puts one layer of the quantized model, or one kind, into the reference at a time. Its layers are those of the
-quantized model: a group size that was left open stays the one that fits all of them.
+quantized model: a group size that was left open stays the one that fits all of them. Scales that a checkpoint's layers undo
+among each other, as those of awq, are taken out first (`unfolded_layers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -19,18 +20,18 @@ from typing import TYPE_CHECKING, Literal
 from backend.errors import ConfigError
 from backend.experiments.quality import ProgressCallback, Quality, check_text, score, summarize
 from backend.experiments.text_pass import TextModel
+from backend.experiments.unfolded_layers import differing_norm, unfolded_layers
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from backend.layers.quantized_linear import QuantizedLinear
     from backend.models.decoder import Decoder
     from backend.quantization.base import PackedWeight
 
 KINDS = {"qkv": "attention.qkv", "output": "attention.output", "gate_up": "mlp.gate_up", "down": "mlp.down"}
 NUM_CHANNELS = 3  # of the largest, that are named
-
-_SAME_NORM = 2**-7  # of a weight, between bfloat16 and float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +93,21 @@ def measure_layer_errors(
     import torch
 
     read = check_text(token_ids, [model, reference], window=window, stride=window, max_tokens=max_tokens)
-    paths = comparable_layers(model, reference)
+    layers = comparable_layers(model, reference)
     runner = reference.through_modules()
     caches = runner.allocate(min(window, len(read)))
     dtype = _dtype(reference)
     with torch.inference_mode(), ExitStack() as hooks:
         probes = {}
-        for path in paths:
-            module, packed = reference.loaded.model.get_submodule(path), _packed(model.loaded.model, path)
-            probes[path] = probe = _Probe(dense_weight(module, dtype), packed)
+        for path, layer in layers.items():
+            module = reference.loaded.model.get_submodule(path)
+            probes[path] = probe = _Probe(dense_weight(module, dtype), layer.packed)
             hooks.callback(module.register_forward_pre_hook(probe).remove)
         for start in range(0, len(read), window):
             on_progress("measuring layers", start, len(read))
             runner.run(read[start : start + window], caches)
         on_progress("measuring layers", len(read), len(read))
-        return [probes[path].result(*_place(path)) for path in paths]
+        return [probe.result(*_place(path)) for path, probe in probes.items()]
 
 
 def scan_sensitivity(
@@ -127,12 +128,12 @@ def scan_sensitivity(
     import torch
 
     read = check_text(token_ids, [model, reference], window=window, stride=window, max_tokens=max_tokens)[:window]
-    paths = comparable_layers(model, reference)
+    layers = comparable_layers(model, reference)
     if by == "kind":
-        parts = {kind: [path for path in paths if _place(path)[1] == kind] for kind in KINDS}
+        parts = {kind: [path for path in layers if _place(path)[1] == kind] for kind in KINDS}
     else:
-        parts = {path: [path] for path in paths}
-    parts = {name: members for name, members in parts.items() if members} | {"all": paths}
+        parts = {path: [path] for path in layers}
+    parts = {name: members for name, members in parts.items() if members} | {"all": list(layers)}
     runner = reference.through_modules()
     caches = runner.allocate(len(read))
     measured = []
@@ -140,7 +141,7 @@ def scan_sensitivity(
         plain = runner.run(read[:-1], caches)
         for index, (name, members) in enumerate(parts.items()):
             on_progress("scanning", index, len(parts))
-            with _layers_of(model.loaded.model, reference.loaded.model, members):
+            with _exchanged(reference.loaded.model, {path: layers[path] for path in members}):
                 hidden = runner.run(read[:-1], caches)
             scores = list(score([runner, runner], [hidden, plain], read[1:]))
             measured.append(Sensitivity(name, len(members), summarize(torch.cat(scores, dim=1))))
@@ -148,33 +149,28 @@ def scan_sensitivity(
     return measured
 
 
-def comparable_layers(model: TextModel, reference: TextModel) -> list[str]:
-    """The quantized layers of a model by their names in the decoder, in order.
+def comparable_layers(model: TextModel, reference: TextModel) -> dict[str, QuantizedLinear]:
+    """The quantized layers of a model by their names in the decoder, in order, as they can stand in the reference.
 
     Raises:
-        ConfigError: there are none, the reference is another model or runs otherwise, or scales are folded into the norms.
+        ConfigError: there are none, or the reference is another model or runs otherwise.
     """
-    import torch
-
     from backend.layers.quantized_linear import QuantizedLinear
 
-    decoder, other = model.loaded.model, reference.loaded.model
+    decoder, other, dtype = model.loaded.model, reference.loaded.model, _dtype(reference)
     shapes = [_linear_shapes(each) for each in (decoder, other)]
     if shapes[0] != shapes[1]:
         raise ConfigError(f"the layers of {model.name} and of its reference {reference.name} have other shapes")
-    if (model.device, _dtype(model)) != (reference.device, _dtype(reference)):
+    if (model.device, _dtype(model)) != (reference.device, dtype):
         raise ConfigError("layers are compared in one dtype on one device; model and reference differ in them")
-    norms = dict(other.named_parameters())
-    for name, parameter in decoder.named_parameters():
-        if name.endswith("norm.weight") and not torch.allclose(parameter, norms[name], rtol=_SAME_NORM, atol=0):
-            raise ConfigError(
-                f"{name} differs from that of the reference {reference.name}: it is another model, or scales are folded into "
-                "the norms; layers cannot be compared one by one"
-            )
-    paths = [path for path in shapes[0] if isinstance(decoder.get_submodule(path), QuantizedLinear)]
-    if not paths:
+    if not model.loaded.num_quantized_layers:
         raise ConfigError(f"{model.name} has no quantized layer to look at; set quantization.method")
-    return paths
+    if model.loaded.quantization.method is None:  # a checkpoint, which may have been scaled
+        return unfolded_layers(decoder, other, lambda module: dense_weight(module, dtype))
+    if name := differing_norm(decoder, other):
+        raise ConfigError(f"{name} differs from that of the reference {reference.name}: it is another model")
+    layers = {path: decoder.get_submodule(path) for path in shapes[0]}
+    return {path: layer for path, layer in layers.items() if isinstance(layer, QuantizedLinear)}
 
 
 def dense_weight(module: nn.Module, dtype: torch.dtype) -> Tensor:
@@ -258,25 +254,17 @@ def _place(path: str) -> tuple[int, str]:
     return int(layer), next(kind for kind, module in KINDS.items() if module == name)
 
 
-def _packed(decoder: Decoder, path: str) -> PackedWeight:
-    from backend.layers.quantized_linear import QuantizedLinear
-
-    module = decoder.get_submodule(path)
-    assert isinstance(module, QuantizedLinear)
-    return module.packed
-
-
 def _dtype(model: TextModel) -> torch.dtype:
     return model.loaded.model.final_norm.weight.dtype
 
 
 @contextmanager
-def _layers_of(source: Decoder, target: Decoder, paths: Iterable[str]) -> Iterator[None]:
-    """Within, `target` has these layers of `source` in the place of its own."""
-    own = {path: target.get_submodule(path) for path in paths}
+def _exchanged(target: Decoder, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Within, `target` has these layers in the place of its own."""
+    own = {path: target.get_submodule(path) for path in layers}
     try:
-        for path in own:
-            target.set_submodule(path, source.get_submodule(path))
+        for path, module in layers.items():
+            target.set_submodule(path, module)
         yield
     finally:
         for path, module in own.items():

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from backend.config import EngineConfig
 from backend.errors import CapacityError, ConfigError, ModelError
@@ -24,6 +24,8 @@ from backend.models.sources import ModelSource
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from backend.attention.metadata import LayerCache
 
 ProgressCallback = Callable[[str, float, float], None]  # what, done, in all
 
@@ -55,6 +57,23 @@ class Quality:
     delta_p: float | None = None
     delta_p_standard_error: float | None = None
     reference_perplexity: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedModel(TextModel):
+    """A reference that runs each text once: its hidden states, kept on the device, are those of all comparisons."""
+
+    states: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: TextModel) -> Self:
+        return cls(**{name: getattr(model, name) for name in TextModel.__slots__})
+
+    def run(self, token_ids: Sequence[int], caches: Sequence[LayerCache]) -> Tensor:
+        key = tuple(token_ids)
+        if key not in self.states:
+            self.states[key] = TextModel.run(self, token_ids, caches)
+        return self.states[key]
 
 
 class Window(NamedTuple):

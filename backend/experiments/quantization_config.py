@@ -31,6 +31,9 @@ DEFAULT_VARIANTS = (
     "llm_int8",
     "gptq",
     "awq",
+    "none:kv=fp8_e4m3",
+    "none:kv=int8",
+    "none:kv=int4",
 )
 
 _KV = "kv"

@@ -11,16 +11,15 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from backend.config import EngineConfig, default_cpu_threads
 from backend.errors import ConfigError, ServeLabError
 from backend.experiments.layer_error import measure_layer_errors, scan_sensitivity
-from backend.experiments.quality import measure_quality
+from backend.experiments.quality import RememberedModel, measure_quality
 from backend.experiments.quantization_checkpoints import calibrated_checkpoint
 from backend.experiments.quantization_config import REFERENCE, QuantizationLabConfig, Variant, parse_variant
 from backend.experiments.quantization_figures import Result, figures, storage, stored_settings
@@ -29,11 +28,6 @@ from backend.experiments.text_pass import TextModel, load_text_model
 from backend.metrics.environment import environment
 from backend.metrics.stats import Phase, RunEnd, RunStart, StatsSink
 from backend.models.sources import ModelSource, ensure_model, resolve_source
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from backend.attention.metadata import LayerCache
 
 OnResult = Callable[[Result], None]
 
@@ -47,19 +41,6 @@ logger = logging.getLogger(__name__)
 
 class _Cancelled(Exception):
     """Leaves a measurement from within its progress callback."""
-
-
-@dataclass(frozen=True, slots=True)
-class _RememberedModel(TextModel):
-    """A model that runs each text once: its hidden states are those of all variants' comparisons."""
-
-    states: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-
-    def run(self, token_ids: Sequence[int], caches: Sequence[LayerCache]) -> Tensor:
-        key = tuple(token_ids)
-        if key not in self.states:
-            self.states[key] = TextModel.run(self, token_ids, caches)
-        return self.states[key]
 
 
 def check_lab(config: QuantizationLabConfig) -> None:
@@ -118,7 +99,7 @@ class _Lab:
         self._reference = load_text_model(source, EngineConfig().with_overrides({"model.name": config.model}))
         if self._reference.loaded.num_quantized_layers:
             raise ConfigError(f"{config.model} is a quantized checkpoint; name the model that it was made of")
-        self._remembered = _RememberedModel(**{name: getattr(self._reference, name) for name in TextModel.__slots__})
+        self._remembered = RememberedModel.of(self._reference)
         self._window = min(WINDOW, self._reference.loaded.config.max_position_embeddings)
         on_cpu = self._reference.device == "cpu"
         self._sink.on_run_start(
@@ -146,7 +127,7 @@ class _Lab:
                     self._compare(source, text, variant)
                 else:
                     self._scan(source, text, variant)
-            gc.collect()  # a layer and its hooks hold each other, and the next variant needs the room
+            gc.collect()  # the next variant needs the room
             if not on_cpu:
                 torch.cuda.empty_cache()
 
@@ -156,7 +137,8 @@ class _Lab:
             self._remembered, self._token_ids, window=self._window, stride=self._window, on_progress=self._on_progress
         )
         engine_config = EngineConfig().with_overrides({"model.name": self._config.model})
-        result = storage(self._reference) | figures(quality) | self._speed(self._reference, engine_config)
+        is_emulated = self._reference.loaded.emulated_quantization
+        result = storage(self._reference) | figures(quality) | self._speed(is_emulated, engine_config)
         self._put(
             REFERENCE,
             result | {"measure_s": time.perf_counter() - started, "settings": stored_settings(self._reference)},
@@ -177,7 +159,10 @@ class _Lab:
         if self._config.layers and model.loaded.num_quantized_layers:
             result |= self._layer_errors(model)
         config = variant.engine_config(found["checkpoint"] or self._config.model)
-        result |= self._speed(model, config)
+        is_emulated = model.loaded.emulated_quantization
+        del model  # the engine loads it anew: once is what it takes
+        gc.collect()  # a layer and its hooks hold each other
+        result |= self._speed(is_emulated, config)
         self._put(text, result | {"measure_s": time.perf_counter() - started})
 
     def _scan(self, source: ModelSource, text: str, variant: Variant) -> None:
@@ -219,10 +204,9 @@ class _Lab:
             return {"layers_problem": str(error)}
         return {"layers": [asdict(error) for error in errors]}
 
-    def _speed(self, model: TextModel, config: EngineConfig) -> Result:
-        emulated = model.loaded.emulated_quantization
-        if emulated or not self._config.speed:
-            return {"emulated": emulated}
+    def _speed(self, is_emulated: bool, config: EngineConfig) -> Result:
+        if is_emulated or not self._config.speed:
+            return {"emulated": is_emulated}
         return asdict(measure_speed(config, self._token_ids, self._say)) | {"emulated": False}
 
     @contextmanager

@@ -11,6 +11,7 @@ from backend.experiments.quantization_config import REFERENCE
 Row = Mapping[str, Any]
 Better = Literal["lower", "higher"]
 
+PEAK = "peak_memory_bytes"
 # Columns of the matrix, and which way is better; delta p has its best at 0, and is not ranked.
 MEASURES: dict[str, Better | None] = {
     "bits_per_weight": "lower",
@@ -23,7 +24,7 @@ MEASURES: dict[str, Better | None] = {
     "decode_1_tok_s": "higher",
     "decode_32_tok_s": "higher",
     "prefill_tok_s": "higher",
-    "peak_memory_bytes": "lower",
+    PEAK: "lower",
 }
 SPEEDS = ("decode_1_tok_s", "decode_32_tok_s", "prefill_tok_s")
 EMULATED = (
@@ -169,6 +170,11 @@ def _reason(row: Row, name: str) -> str | None:
         return row["problem"]
     if name in SPEEDS:
         return EMULATED if row["emulated"] else "Not measured in this run"
+    if name == PEAK:
+        if row["emulated"]:
+            return "Taken while speeds are measured; this variant has none, as its products are emulated"
+        is_timed = any(row[speed] is not None for speed in SPEEDS)
+        return "The system does not tell how much this process held" if is_timed else "Not measured in this run"
     if row["variant"] == REFERENCE and name in _WITHOUT_DIFFERENCE:
         return "The reference does not differ from itself"
     return None

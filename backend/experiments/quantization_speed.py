@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from backend.config import EngineConfig
+from backend.experiments.resident_peak import ResidentPeak
 
 if TYPE_CHECKING:
     from backend.engine.llm_engine import LLMEngine
@@ -29,7 +30,8 @@ class Speed:
     Attributes:
         prefill_tok_s: prompt tokens from their arrival to the first token of the last prompt.
         decode_1_tok_s, decode_32_tok_s: output tokens of a step over the time between two.
-        peak_memory_bytes: on the GPU meanwhile; None on a CPU.
+        peak_memory_bytes: that this process held meanwhile: allocated on the GPU, or resident on a CPU, None where the
+            system does not tell.
     """
 
     prefill_tok_s: float
@@ -47,11 +49,10 @@ def measure_speed(config: EngineConfig, token_ids: Sequence[int], on_phase: Call
     Raises:
         ConfigError, ModelError, CapacityError: as `load_engine`.
     """
-    import torch
-
     from backend.engine.loading import load_engine
+    from backend.worker.device import choose_device
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device(config)
     num_prompts, length = _PREFILL[device]
     decoded = _NUM_DECODED[device]
     block_size = config.cache.block_size
@@ -70,19 +71,21 @@ def measure_speed(config: EngineConfig, token_ids: Sequence[int], on_phase: Call
         limit = engine.scheduler.max_model_len
         length = min(length, limit - 1)
         decoded = {count: min(number, limit - DECODE_PROMPT - 1) for count, number in decoded.items()}
-        _serve(engine, token_ids, 1, DECODE_PROMPT, 4)  # warm-up
-        engine.executor.reset_peak()
-        on_phase("timing prompts")
-        waits = []
-        for _ in range(_REPEATS):
-            started = time.perf_counter()
-            waits.append(_serve(engine, token_ids, num_prompts, length, 1)[-1] - started)
-        rates = {}
-        for count, number in decoded.items():
-            on_phase(f"timing {count} request{'s' if count > 1 else ''}")
-            times = _serve(engine, token_ids, count, DECODE_PROMPT, number + 1)
-            rates[count] = count / median(end - start for start, end in pairwise(times[-number - 1 :]))
-        peak = engine.executor.memory().peak_memory_bytes
+        with ResidentPeak() as resident:
+            _serve(engine, token_ids, 1, DECODE_PROMPT, 4)  # warm-up
+            engine.executor.reset_peak()
+            on_phase("timing prompts")
+            waits = []
+            for _ in range(_REPEATS):
+                started = time.perf_counter()
+                waits.append(_serve(engine, token_ids, num_prompts, length, 1)[-1] - started)
+            rates = {}
+            for count, number in decoded.items():
+                on_phase(f"timing {count} request{'s' if count > 1 else ''}")
+                times = _serve(engine, token_ids, count, DECODE_PROMPT, number + 1)
+                rates[count] = count / median(end - start for start, end in pairwise(times[-number - 1 :]))
+        allocated = engine.executor.memory().peak_memory_bytes
+        peak = resident.num_bytes if device == "cpu" else allocated
         return Speed(num_prompts * length / median(waits), rates[1], rates[MANY], peak)
     finally:
         engine.executor.shutdown()

@@ -77,10 +77,11 @@ def load_text_model(source: ModelSource, config: EngineConfig) -> TextModel:
 
     from backend.models.loader import load_model
     from backend.worker.decoders import make_decoder
+    from backend.worker.device import choose_device
     from backend.worker.kv_cache import KVCacheShape
     from backend.worker.model_runner import DTYPES
 
-    device = _device(config)
+    device = choose_device(config)
     resolved = config.resolve(device=device, max_model_len=2**31 - 1)
     dtype = DTYPES[resolved.model.dtype]
     if device == "cpu" and config.kernels.cpu_threads:
@@ -143,15 +144,3 @@ def compare(plain: Tensor, other: Tensor) -> Tensor:
 
     divergence = (plain.exp() * (plain - other)).sum(dim=-1)
     return torch.stack((divergence, (plain.argmax(dim=-1) == other.argmax(dim=-1)).float()))
-
-
-def _device(config: EngineConfig) -> Literal["cuda", "cpu"]:
-    import torch
-
-    if config.model.device == "cpu":
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    if config.model.device == "cuda":
-        raise ConfigError("model.device = 'cuda', but torch finds no CUDA device here; allowed: 'auto', 'cpu'")
-    return "cpu"

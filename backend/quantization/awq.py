@@ -21,7 +21,7 @@ from backend.models.decoder import DecoderLayer
 from backend.models.model_config import DecoderConfig
 from backend.quantization.calibration import InputStats
 from backend.quantization.group_size import CHANNEL
-from backend.quantization.int_weight import IntWeight, ZeroPoint, quantize_by_rounding
+from backend.quantization.int_weight import IntWeight, ZeroPoint, fit_grid, quantize_by_rounding, round_to_grid
 
 _STEPS = 20  # of the exponent alpha from 0 to 1
 _MAX_RATIO = 1e4  # of the most to the least active input: scales stay within a hundred times either way
@@ -107,7 +107,7 @@ def find_scales(
     for step in range(_STEPS + 1):
         scales = activity.clamp(min=most / _MAX_RATIO) ** (step / _STEPS)
         scales = scales / (scales.max() * scales.min()).sqrt()
-        rounded = quantize_by_rounding(weight * scales, bits, group_size, zero_point).dequantize() / scales
+        rounded = rounded_values(weight * scales, bits, group_size, zero_point) / scales
         error = stats.squared_error(rounded - weight)
         if error < least_error:
             best, least_error = scales, error
@@ -130,12 +130,23 @@ def clip_groups(weight: Tensor, hessian: Tensor, bits: int, group_size: int, zer
     for step in range(_CLIP_STEPS + 1):
         part = 1 - (1 - _LEAST_CLIP) * step / _CLIP_STEPS
         clipped = groups.clamp(low * part, high * part)
-        rounded = quantize_by_rounding(clipped.flatten(1), bits, group_size, zero_point).dequantize()
+        rounded = rounded_values(clipped.flatten(1), bits, group_size, zero_point)
         difference = (rounded.view_as(groups) - groups).transpose(0, 1)
         error = ((difference @ own) * difference).sum(2).t()[:, :, None]
         best = torch.where(error < least_error, clipped, best)
         least_error = torch.minimum(error, least_error)
     return best.flatten(1)
+
+
+def rounded_values(weight: Tensor, bits: int, group_size: int, zero_point: ZeroPoint) -> Tensor:
+    """What `quantize_by_rounding` would store of a float32 weight, dequantized: most of its time is packing codes."""
+    grid = fit_grid(weight, bits, group_size, zero_point)
+    codes = round_to_grid(weight, grid, bits).view(*grid.scales.shape, -1).float()
+    scales = grid.scales.float()[:, :, None]
+    if grid.minimums is not None:
+        return (codes * scales + grid.minimums.float()[:, :, None]).flatten(1)
+    zeros = float(1 << (bits - 1)) if grid.zeros is None else grid.zeros.float()[:, :, None]
+    return ((codes - zeros) * scales).flatten(1)
 
 
 def _divide_rows(linear: Linear, num_rows: int, scales: Tensor) -> None:

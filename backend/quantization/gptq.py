@@ -30,53 +30,48 @@ def quantize_gptq(
         hessian: float [in_features, in_features], the mean of x^T x over inputs x.
     """
     grid = fit_grid(weight.float(), bits, group_size, zero_point)
+    num_inputs = weight.shape[1]
+    group_size = num_inputs // grid.scales.shape[1]
     # float64: float32 loses the inverse of Hessians as ill-conditioned as those of real inputs.
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    upper = _inverse_factor(hessian.double()[order][:, order])
-    remaining = weight.double()[:, order]
-    group_size = weight.shape[1] // grid.scales.shape[1]
-    columns, inputs = _GridColumns(grid, bits), order.tolist()
+    shares = _shares(hessian.double()[order][:, order])
+    groups, scales = order // group_size, grid.scales.double().t()
+    zeros = _zeros(grid, bits)
+    origins = -zeros.double().t() * scales if grid.minimums is None else grid.minimums.double().t()
+    # An input a row, above what its code 0 stands for. Nothing in the loop waits for the device.
+    remaining = weight.double().t()[order] - origins[groups]
     codes = torch.empty_like(weight, dtype=torch.uint8)
-    for start in range(0, weight.shape[1], block):
-        end = min(start + block, weight.shape[1])
-        errors = torch.empty_like(remaining[:, start:end])
+    for start in range(0, num_inputs, block):
+        end = min(start + block, num_inputs)
+        steps = scales[groups[start:end]]
+        divisors = steps.masked_fill(steps == 0, float("inf"))
+        chosen, errors = torch.empty_like(steps), torch.empty_like(steps)
         for index in range(start, end):
-            column = remaining[:, index]
-            code, rounded = columns.round(column, inputs[index] // group_size)
-            codes[:, inputs[index]] = code
-            error = (column - rounded) / upper[index, index]
-            remaining[:, index:end] -= torch.outer(error, upper[index, index:end])
-            errors[:, index - start] = error
-        remaining[:, end:] -= errors @ upper[start:end, end:]
-    return pack(codes, grid, bits)
+            place = index - start
+            torch.div(remaining[index], divisors[place], out=chosen[place]).round_().clamp_(0, (1 << bits) - 1)
+            torch.addcmul(remaining[index], chosen[place], steps[place], value=-1, out=errors[place])
+            remaining[index + 1 : end].addr_(shares[index, index + 1 : end], errors[place], alpha=-1)
+        remaining[end:] -= shares[start:end, end:].t() @ errors
+        codes[:, order[start:end]] = chosen.t().to(torch.uint8)
+    has_step = (grid.scales > 0).repeat_interleave(group_size, dim=1)
+    return pack(torch.where(has_step, codes, zeros.repeat_interleave(group_size, dim=1)), grid, bits)
 
 
-def _inverse_factor(hessian: Tensor) -> Tensor:
-    """The upper U with U^T U = H^-1, of a damped H: row i says how the error of input i is shared out among the later ones."""
+def _shares(hessian: Tensor) -> Tensor:
+    """Of a damped H: row i says which shares of the error of input i the later ones take over.
+
+    It is the upper U with U^T U = H^-1, each row over its diagonal.
+    """
     diagonal = hessian.diagonal()  # a view
-    mean = diagonal.mean() if diagonal.any() else diagonal.new_ones(())
-    diagonal[diagonal == 0] = mean
-    diagonal += DAMPING * mean
+    mean = torch.where(diagonal.any(), diagonal.mean(), 1.0)
+    diagonal.copy_(torch.where(diagonal == 0, mean, diagonal) + DAMPING * mean)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    return torch.linalg.cholesky(inverse, upper=True)
+    upper = torch.linalg.cholesky(inverse, upper=True)
+    return upper / upper.diagonal()[:, None]
 
 
-class _GridColumns:
-    """A grid as seen by one input: of every output, the point next to a number."""
-
-    def __init__(self, grid: Grid, bits: int) -> None:
-        self._scales = grid.scales.double()
-        self._top = (1 << bits) - 1
-        if grid.minimums is not None:
-            self._zeros, self._minimums = torch.zeros_like(self._scales), grid.minimums.double()
-        else:
-            middle = torch.full_like(self._scales, 1 << (bits - 1))
-            self._zeros, self._minimums = (middle if grid.zeros is None else grid.zeros.double()), None
-
-    def round(self, column: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        """Codes uint8 [out_features] next to float64 `column`, and what they stand for."""
-        scale, zero = self._scales[:, group], self._zeros[:, group]
-        minimum = 0.0 if self._minimums is None else self._minimums[:, group]
-        steps = torch.where(scale > 0, (column - minimum) / scale, 0.0).round()
-        code = (steps + zero).clamp(0, self._top)
-        return code.to(torch.uint8), (code - zero) * scale + minimum
+def _zeros(grid: Grid, bits: int) -> Tensor:
+    """uint8 [out_features, num_groups]: the code that stands for 0, or where it is 0 for the minimum."""
+    if grid.zeros is not None:
+        return grid.zeros
+    return torch.full_like(grid.scales, 0 if grid.minimums is not None else 1 << (bits - 1), dtype=torch.uint8)

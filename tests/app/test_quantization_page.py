@@ -125,6 +125,16 @@ def test_an_emulated_variant_is_not_in_a_picture_of_speeds(services: FakeService
     assert "have no such speed" in words(app)
 
 
+def test_the_default_models_own_grid_is_explained_where_a_variant_has_its_groups(services: FakeServices) -> None:
+    on_it = [reference(), result("int4:group_size=32,zero_point=float")]
+    add_quantization_run(services, on_it, model="smollm2-135m")
+    assert "was published in Q4_1" in words(page("quantization", run="1"))
+    add_quantization_run(services, on_it, model="dummy:tiny")
+    assert "Q4_1" not in words(page("quantization", run="2"))
+    add_quantization_run(services, [reference(), result("int4:group_size=64")], model="smollm2-135m")
+    assert "Q4_1" not in words(page("quantization", run="3"))
+
+
 def test_two_runs_are_set_beside_each_other(services: FakeServices) -> None:
     add_quantization_run(services, [reference(), result("int8", perplexity=41.0), result("fp8")], label="before")
     add_quantization_run(services, [reference(), result("int8"), emulated("nf4")], label="after", max_tokens=512)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend.config import EngineConfig
+from backend.core.kv_format import KV_FORMATS
 from backend.errors import ConfigError
 from backend.experiments.quantization_config import (
     DEFAULT_VARIANTS,
@@ -89,7 +90,8 @@ def test_the_same_variant_twice_is_one() -> None:
 
 
 def test_every_method_is_a_default_variant() -> None:
-    assert {text.partition(":")[0] for text in DEFAULT_VARIANTS} == set(METHODS)
+    assert {text.partition(":")[0] for text in DEFAULT_VARIANTS} == {*METHODS, "none"}
+    assert {parse_variant(text).cache_dtype for text in DEFAULT_VARIANTS} == set(KV_FORMATS)
     assert QuantizationLabConfig().variants == DEFAULT_VARIANTS
     with pytest.raises(ConfigError, match="variants"):
         QuantizationLabConfig.from_dict({"variants": []})

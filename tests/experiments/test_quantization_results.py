@@ -74,6 +74,18 @@ def test_what_is_missing_has_its_reason() -> None:
     assert found["int8"]["perplexity"].reason is None
 
 
+def test_memory_that_was_not_seen_has_its_reason() -> None:
+    seen = INT8 | {"peak_memory_bytes": 500}
+    untold = row("none:kv=int8", emulated=False, decode_1_tok_s=9.0)
+    untimed = row("fp8", emulated=False)
+    found = cells([REFERENCE, seen, NF4, untold, untimed])
+    reasons = {variant: line["peak_memory_bytes"].reason for variant, line in found.items()}
+    assert reasons["int8"] is None
+    assert "its products are emulated" in str(reasons["nf4"])
+    assert reasons["none:kv=int8"] == "The system does not tell how much this process held"
+    assert reasons["fp8"] == "Not measured in this run"
+
+
 def test_columns_without_a_figure_are_left_out_and_speeds_are_not_where_they_are_emulated() -> None:
     assert "peak_memory_bytes" not in columns([REFERENCE, INT8])
     assert "decode_1_tok_s" in columns([NF4])

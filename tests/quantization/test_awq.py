@@ -12,7 +12,7 @@ from torch import Tensor
 from backend.models.loader import load_model
 from backend.models.model_config import load_decoder_config
 from backend.models.sources import resolve_source
-from backend.quantization.awq import AWQ, clip_groups, find_scales
+from backend.quantization.awq import AWQ, clip_groups, find_scales, rounded_values
 from backend.quantization.calibration import InputStats, LayerRunner
 from backend.quantization.formats.scheme import StoredScheme
 from backend.quantization.group_size import CHANNEL
@@ -139,6 +139,15 @@ def test_a_narrowed_range_is_the_best_of_those_tried(group_size: int, zero_point
     for name in ("whole", "0.5", "0.75", "0.95"):
         assert (shares["clipped"] <= shares[name] * (1 + 1e-3) + 1e-9).all()
     assert float(shares["clipped"].sum()) < 0.95 * float(shares["whole"].sum())
+
+
+@pytest.mark.parametrize("zero_point", ZERO_POINTS)
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 16), (3, CHANNEL), (4, 32), (8, 64)])
+def test_values_are_those_that_are_stored(bits: int, group_size: int, zero_point: ZeroPoint) -> None:
+    weight, _ = problem(3)
+    weight[3], weight[4, :16], weight[5] = 0.0, 1e-30, 0.25
+    stored = quantize_by_rounding(weight, bits, group_size, zero_point).dequantize()
+    assert torch.equal(rounded_values(weight, bits, group_size, zero_point), stored)
 
 
 def test_ranges_of_queries_and_keys_stay_whole(tmp_path: Path) -> None:

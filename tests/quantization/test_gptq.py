@@ -142,3 +142,16 @@ def test_the_arguments_stay_as_they_are() -> None:
     quantize_gptq(weight.double(), hessian.double(), 4, 32, "integer")
     assert torch.equal(weight, kept[0])
     assert torch.equal(hessian, kept[1])
+
+
+@pytest.mark.gpu
+def test_a_gpu_chooses_as_well_as_a_cpu() -> None:
+    """Sums in another order now and then choose another code, from where on all go other ways of the same worth."""
+    for seed, zero_point in enumerate(ZERO_POINTS):
+        weight, hessian = problem(seed, rows=256, columns=576)
+        chosen = quantize_gptq(weight, hessian, 4, 64, zero_point)
+        on_gpu = quantize_gptq(weight.cuda(), hessian.cuda(), 4, 64, zero_point)
+        assert on_gpu.words.is_cuda
+        errors = [output_error(each, weight, hessian) for each in (chosen, on_gpu.to("cpu"))]
+        assert errors[1] == pytest.approx(errors[0], rel=0.01)
+        assert float((codes_of(on_gpu).cpu() == codes_of(chosen)).float().mean()) > 0.9

@@ -1,4 +1,5 @@
-"""The default model in eight bits: each layer's error, the text, and an int8 head (known faults QZ-6), beside float32."""
+"""The default model in eight bits: each layer's error, the text, and an int8 head (known faults QZ-6), beside float32; and
+in four bits on the grids that its weights come from."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ from torch import Tensor
 from backend.config import QuantizationSettings
 from backend.layers.linear import Linear
 from backend.layers.quantized_linear import QuantizedLinear
+from backend.models.checkpoint import Checkpoint
 from backend.models.decoder import Decoder
 from backend.models.loader import LoadedModel, load_model
 from backend.models.sources import ModelSource
+from backend.quantization.int_weight import quantize_by_rounding
 from backend.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers import paged_logits
 from tests.quantization.noise import expected_error, fp8_steps, int8_steps
@@ -122,3 +125,24 @@ def test_an_int8_head_seldom_changes_the_likeliest_token(
     assert "28,508,160 bytes" in loaded.notices[0]
     chosen, expected = paged_logits(loaded.model, ids).argmax(1), paged_logits(without.model, ids).argmax(1)
     assert int((chosen == expected).sum()) >= 190
+
+
+def test_only_a_floating_minimum_gives_the_weights_back(smollm2: ModelSource) -> None:
+    """They were published in Q4_1: groups of 32, each with a step and a minimum in float16, and 16 values from there on.
+
+    A zero point that is an integer lays 0 on the grid and with it all other values elsewhere: that errs as rounding does.
+    """
+    assert smollm2.path is not None
+    count, squares, errors = 0, 0.0, 0.0
+    with Checkpoint(smollm2.path) as checkpoint:
+        for name in checkpoint.names:
+            if not name.endswith("_proj.weight"):
+                continue
+            weight = checkpoint.tensor(name).float()
+            assert torch.equal(quantize_by_rounding(weight, 4, 32, "float").dequantize(), weight), name
+            rounded = quantize_by_rounding(weight, 4, 32, "integer").dequantize()
+            count += 1
+            squares += float(weight.double().square().sum())
+            errors += float((rounded - weight).double().square().sum())
+    assert count == 30 * 7
+    assert 0.04 < (errors / squares) ** 0.5 < 0.12

@@ -1,0 +1,86 @@
+"""Results of `benchmarks/quantized_quality.py` as a table, for a terminal and for the README."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from backend.experiments.quantization_config import REFERENCE, variant_name
+
+BEGIN, END = "<!-- quantized quality: begin -->", "<!-- quantized quality: end -->"
+HEADER = ("weights", "bits per weight", "size", "perplexity", "over float32", "KL, nats", "same first choice")
+
+Result = Mapping[str, Any]
+
+
+def load_results(folder: Path) -> list[Result]:
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return [document for document in documents if document.get("benchmark") == "quantized_quality"]
+
+
+def markdown(results: Iterable[Result]) -> str:
+    """What was measured, and a table, for each result."""
+    return "\n\n".join(_markdown(result) for result in results) or "No result is stored."
+
+
+def text_table(result: Result) -> str:
+    """The same for a terminal, with the reason where figures are missing, and what has to hold."""
+    rows = [HEADER, *_rows(result)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    lines = [_what(result), ""]
+    for row, source in zip(rows, [None, *result["results"]], strict=True):
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells) + (f"  {source['problem']}" if source and "problem" in source else ""))
+    lines.append("")
+    lines += [f"{'holds' if each['holds'] else 'FAILS'}  {each['what']}" for each in result["requirements"]]
+    return "\n".join(lines)
+
+
+def _markdown(result: Result) -> str:
+    lines = [
+        _what(result),
+        "",
+        f"| {' | '.join(HEADER)} |",
+        "|---" + "|---:" * (len(HEADER) - 1) + "|",
+        *(f"| {' | '.join(row)} |" for row in _rows(result)),
+    ]
+    missed = [each["what"] for each in result["requirements"] if not each["holds"]]
+    if missed:
+        lines += ["", f"What does not hold: {'; '.join(missed)}."]
+    return "\n".join(lines)
+
+
+def _what(result: Result) -> str:
+    options = result["options"]
+    num_tokens = next((row["num_tokens"] for row in result["results"] if "num_tokens" in row), 0)
+    commit = f", commit {result['commit'][:7]}" if result["commit"] else ""
+    machine = result["card"] or result["environment"]["cpu"] or "CPU"
+    return (
+        f"{result['model']}, {num_tokens:,} tokens of {result['text']}; gptq and awq calibrated on {options['windows']} × "
+        f"{options['window_length']} tokens of {result['calibration']}. {machine}, torch "
+        f"{result['environment']['versions']['torch']}, {result['date']}{commit}."
+    )
+
+
+def _rows(result: Result) -> list[tuple[str, ...]]:
+    reference = next((row.get("perplexity") for row in result["results"] if row["variant"] == REFERENCE), None)
+    return [_cells(row, reference) for row in result["results"]]
+
+
+def _cells(row: Result, reference: float | None) -> tuple[str, ...]:
+    is_reference = row["variant"] == REFERENCE
+    name = "float32" if is_reference else variant_name(row["variant"])
+    if "perplexity" not in row:
+        return name, *("–",) * (len(HEADER) - 1)
+    compared = not is_reference and reference is not None
+    return (
+        name,
+        f"{row['bits_per_weight']:.2f}",
+        f"{row['weights_bytes'] / 2**20:,.0f} MiB",
+        f"{row['perplexity']:,.3f}" if row["perplexity"] < 1e4 else f"{row['perplexity']:.2e}",
+        f"{row['perplexity'] / reference - 1:+.2%}" if compared and reference else "–",
+        f"{row['kl_mean']:.4f}" if compared else "–",
+        f"{row['top1_agreement']:.1%}" if compared else "–",
+    )
