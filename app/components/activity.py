@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import streamlit as st
 
@@ -13,6 +13,7 @@ from backend.errors import ServeLabError
 from backend.metrics.stats import FINAL_STATUSES
 
 if TYPE_CHECKING:
+    from app.services import Services
     from backend.metrics.live import LiveSnapshot
 
 T = TypeVar("T")
@@ -28,6 +29,27 @@ def current_text(snapshot: LiveSnapshot) -> str:
     if not is_active(snapshot):
         return snapshot.status
     return formatting.phase_text(snapshot.phase)
+
+
+def start_button(
+    services: Services, name: str, *, key: str, why_queue: str, on_click: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    """What starts a form's run, or puts it behind the one under way.
+
+    Args:
+        why_queue: what a run waits for then, in a sentence.
+        on_click: called with `args` before the page is drawn.
+    """
+    busy = is_active(services.queue.live())
+    st.button(
+        "Add to queue" if busy else name,
+        type="primary",
+        icon=":material/queue:" if busy else ":material/play_arrow:",
+        key=key,
+        help=why_queue if busy else None,
+        on_click=on_click,
+        args=args,
+    )
 
 
 def polled(read: Callable[[], T], active: Callable[[T], bool], body: Callable[[T], None], every_s: float) -> None:

@@ -51,16 +51,12 @@ def show(services: Services, ops: list[OpInfo], on_cuda: bool) -> None:
                 persist_state="session",
             )
             st.text_input("Label", key=_LABEL, placeholder="optional", persist_state="session")
-        busy = activity.is_active(services.queue.live())
         with st.container(horizontal=True, vertical_alignment="center"):
-            st.button(
-                "Add to queue" if busy else "Check and time",
-                type="primary",
-                icon=":material/queue:" if busy else ":material/play_arrow:",
+            activity.start_button(
+                services,
+                "Check and time",
                 key="kernel-start",
-                help="Waits for the run under way: nothing else may use the device while it is timed."
-                if busy
-                else None,
+                why_queue="Waits for the run under way: nothing else may use the device while it is timed.",
                 on_click=start,
                 args=(services, ("check", "bench")),
             )

@@ -136,7 +136,6 @@ def _advanced() -> None:
 
 
 def _start_row(services: Services) -> None:
-    busy = activity.is_active(services.queue.live())
     with st.container(horizontal=True, vertical_alignment="bottom"):
         st.text_input(
             "Label",
@@ -146,12 +145,11 @@ def _start_row(services: Services) -> None:
             width=260,
             persist_state="session",
         )
-        st.button(
-            "Add to queue" if busy else "Start",
-            type="primary",
-            icon=":material/queue:" if busy else ":material/play_arrow:",
+        activity.start_button(
+            services,
+            "Start",
             key="start",
-            help="Waits for the run under way, then starts." if busy else None,
+            why_queue="Waits for the run under way, then starts.",
             on_click=_start,
             args=(services,),
         )

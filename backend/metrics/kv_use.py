@@ -47,33 +47,16 @@ class RequestUse:
     num_reserved_slots: int | None  # in whole blocks without a token
 
 
-@dataclass(frozen=True, slots=True)
-class KVUse:
-    """Slots (of one token in the layers of a block) and blocks. Only full blocks are shared: no empty slot counts twice."""
+class HeldSlots:
+    """What follows from how many slots (of one token in the layers of a block) are held, and what for."""
 
-    block_size: int
-    requests: dict[str, RequestUse]  # in the order in which they began
-    num_references: int  # of all requests to their blocks
-    num_referenced_blocks: int
-    num_shared_blocks: int  # with more than one holder
+    __slots__ = ()
+
+    num_slots: int  # in blocks that somebody holds
+    num_unused_slots: int  # behind the last token of a block: internal fragmentation
+    num_reserved_slots: int  # in whole blocks kept for tokens that may never come
     num_passed_slots: int  # hold a token that has fallen behind the window of every holder
-    # External fragmentation: in free blocks that are fewer than any request takes. 0 in a paged layout by construction.
-    num_unusable_slots: int
-
-    @property
-    def num_slots(self) -> int:
-        """In blocks that somebody holds."""
-        return self.num_referenced_blocks * self.block_size
-
-    @property
-    def num_unused_slots(self) -> int:
-        """Behind the last token of a block: internal fragmentation, below one block per request and KV group."""
-        return sum(use.num_unused_slots or 0 for use in self.requests.values())
-
-    @property
-    def num_reserved_slots(self) -> int:
-        """In whole blocks kept for tokens that may never come."""
-        return sum(use.num_reserved_slots or 0 for use in self.requests.values())
+    num_saved_slots: int  # that requests would hold beside if nothing were shared
 
     @property
     def num_wasted_slots(self) -> int:
@@ -82,7 +65,7 @@ class KVUse:
 
     @property
     def num_used_slots(self) -> int:
-        """With a token that somebody will look at, or may: see `num_unknown`."""
+        """With a token that somebody will look at, or may: see `KVUse.num_unknown`."""
         return self.num_slots - self.num_wasted_slots
 
     @property
@@ -91,14 +74,45 @@ class KVUse:
         return self.num_wasted_slots / self.num_slots if self.num_slots else None
 
     @property
+    def saved_share(self) -> float | None:
+        """`num_saved_slots` of what it would take if nothing were shared, 0…1; None when nothing is held."""
+        return self.num_saved_slots / (self.num_slots + self.num_saved_slots) if self.num_slots else None
+
+
+@dataclass(frozen=True, slots=True)
+class KVUse(HeldSlots):
+    """Slots and blocks at one step. Only full blocks are shared: no empty slot counts twice."""
+
+    block_size: int
+    requests: dict[str, RequestUse]  # in the order in which they began
+    num_references: int  # of all requests to their blocks
+    num_referenced_blocks: int
+    num_shared_blocks: int  # with more than one holder
+    num_passed_slots: int
+    # External fragmentation: in free blocks that are fewer than any request takes. 0 in a paged layout by construction.
+    num_unusable_slots: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_referenced_blocks * self.block_size
+
+    @property
+    def num_unused_slots(self) -> int:
+        """Below one block per request and KV group."""
+        return sum(use.num_unused_slots or 0 for use in self.requests.values())
+
+    @property
+    def num_reserved_slots(self) -> int:
+        return sum(use.num_reserved_slots or 0 for use in self.requests.values())
+
+    @property
     def num_saved_blocks(self) -> int:
         """Blocks that it would take more if every request had its own."""
         return self.num_references - self.num_referenced_blocks
 
     @property
-    def saved_share(self) -> float | None:
-        """`num_saved_blocks` of what it would take, 0…1; None when nothing is held."""
-        return self.num_saved_blocks / self.num_references if self.num_references else None
+    def num_saved_slots(self) -> int:
+        return self.num_saved_blocks * self.block_size
 
     @property
     def num_unknown(self) -> int:

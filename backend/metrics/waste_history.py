@@ -11,7 +11,7 @@ import numpy as np
 
 from backend.errors import DatabaseError
 from backend.metrics.kv_sums import KVSums
-from backend.metrics.kv_use import KVPool
+from backend.metrics.kv_use import HeldSlots, KVPool
 from backend.metrics.ledger_reader import Chunk, LedgerReader, break_between, read_stored
 from backend.metrics.pool_history import PoolHistory
 
@@ -19,34 +19,15 @@ _PER_BUCKET = 4  # steps that a bucket of a thinned history keeps at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WasteSlots:
-    """Slots are of one token in the layers of a block, and named as in `KVUse`."""
+class WasteSlots(HeldSlots):
+    """Named as in `KVUse`."""
 
-    num_slots: int  # in held blocks: num_used_slots + num_wasted_slots
+    num_slots: int
     num_unused_slots: int
     num_reserved_slots: int
     num_passed_slots: int
     num_unusable_slots: int  # in free blocks
-    num_saved_slots: int  # that requests would hold beside if nothing were shared
-
-    @property
-    def num_wasted_slots(self) -> int:
-        return self.num_unused_slots + self.num_reserved_slots + self.num_passed_slots
-
-    @property
-    def num_used_slots(self) -> int:
-        """With a token that somebody will look at."""
-        return self.num_slots - self.num_wasted_slots
-
-    @property
-    def wasted_share(self) -> float | None:
-        """Of the held slots, 0…1; None when nothing was held."""
-        return self.num_wasted_slots / self.num_slots if self.num_slots else None
-
-    @property
-    def saved_share(self) -> float | None:
-        """Of what requests would hold if nothing were shared, 0…1; None when nothing was held."""
-        return self.num_saved_slots / (self.num_slots + self.num_saved_slots) if self.num_slots else None
+    num_saved_slots: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

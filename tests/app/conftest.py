@@ -1,4 +1,4 @@
-"""Services without an engine for the tests of the dashboard."""
+"""Services without an engine for the tests of the dashboard, and the command line in this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from app import resources
+from app.cli import main
 from db.session import Database
+from tests.app.command_line import Cli
 from tests.app.stored_runs import NASTY, FakeQueue, FakeServices, add_run
 
 
@@ -31,3 +33,16 @@ def stored(services: FakeServices) -> FakeServices:
     add_run(services, status="cancelled")
     add_run(services, label=NASTY)
     return services
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run one command line in this process; returns (exit code, stdout, stderr)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(list(arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

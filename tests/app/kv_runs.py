@@ -13,6 +13,8 @@ from backend.metrics.ledger import LEDGER_KIND, LedgerChunk, StepLedger
 from backend.metrics.stats import RunEnd, RunStart, StepStats
 from backend.workload.spec import Workload
 from db.recorder import RunRecorder
+from db.repository import RunRepository
+from db.session import Database
 from tests.core.paged_machine import VOCAB, Lab
 
 BLOCK_SIZE = 4
@@ -55,7 +57,7 @@ def traffic(run_id: int, *, with_events: bool = True, num_steps: int = NUM_STEPS
         ledger.append(step, rows, rows.values(), scheduled.kinds.values(), events, frame)
         if step in CHUNK_ENDS and (chunk := ledger.flush()):
             made.chunks.append(chunk)
-        made.steps.append(_stats(step, len(rows), pool.num_referenced_blocks, pool.num_evictable_blocks))
+        made.steps.append(decode_step(step, len(rows), pool.num_referenced_blocks, pool.num_evictable_blocks))
         for output in lab.scheduler.update_from_output(scheduled, lab.machine.execute(scheduled)):
             lab.take(output)
     if chunk := ledger.flush():
@@ -66,17 +68,30 @@ def traffic(run_id: int, *, with_events: bool = True, num_steps: int = NUM_STEPS
 def start_kv_run(services: Services, settings: dict[str, Any] | None = None) -> tuple[int, RunRecorder]:
     """A run under way that has no step yet."""
     config = EngineConfig().with_overrides({"cache.block_size": BLOCK_SIZE} | (settings or {}))
-    run_id = services.repository.create(config.to_dict(), Workload().to_dict(), None)
-    recorder = RunRecorder(services.database, run_id)
+    return start_run_of_blocks(services.database, config, NUM_BLOCKS, num_requests=100, max_model_len=100)
+
+
+def start_run_of_blocks(
+    database: Database,
+    config: EngineConfig,
+    num_blocks: int,
+    *,
+    num_requests: int,
+    max_model_len: int,
+    label: str | None = None,
+) -> tuple[int, RunRecorder]:
+    """A run under way over a pool of that many blocks, from the clock's 0 on."""
+    run_id = RunRepository(database).create(config.to_dict(), Workload().to_dict(), label)
+    recorder = RunRecorder(database, run_id)
     recorder.on_run_start(
         RunStart(
             start_time=0.0,
-            resolved_config=config.resolve(device="cpu", max_model_len=100).to_dict(),
+            resolved_config=config.resolve(device="cpu", max_model_len=max_model_len).to_dict(),
             environment={},
-            load={"num_blocks": NUM_BLOCKS},
+            load={"num_blocks": num_blocks},
             notices=(),
             cache_state={"state": "cold", "num_cached_tokens": 0},
-            num_requests=100,
+            num_requests=num_requests,
         )
     )
     recorder.flush()
@@ -105,13 +120,16 @@ def end(recorder: RunRecorder) -> None:
     recorder.close()
 
 
-def _stats(step: int, num_requests: int, referenced: int, evictable: int) -> StepStats:
+def decode_step(
+    step: int, num_requests: int, referenced: int, evictable: int, num_blocks: int = NUM_BLOCKS, step_s: float = STEP_S
+) -> StepStats:
+    """A step in which each request decodes one token; steps follow each other without a pause."""
     return StepStats(
         step=step,
-        end_time=(step + 1) * STEP_S,
-        duration_ms=STEP_S * 1e3,
+        end_time=(step + 1) * step_s,
+        duration_ms=step_s * 1e3,
         schedule_ms=0.1,
-        execute_ms=STEP_S * 1e3 - 0.2,
+        execute_ms=step_s * 1e3 - 0.2,
         process_ms=0.1,
         num_scheduled_requests=num_requests,
         num_prefill_tokens=0,
@@ -122,5 +140,5 @@ def _stats(step: int, num_requests: int, referenced: int, evictable: int) -> Ste
         num_preempted=0,
         num_referenced_blocks=referenced,
         num_evictable_blocks=evictable,
-        num_free_blocks=NUM_BLOCKS - referenced - evictable,
+        num_free_blocks=num_blocks - referenced - evictable,
     )

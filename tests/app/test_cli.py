@@ -12,37 +12,21 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from app.cli import main
 from app.services import Services
 from backend.config import EngineConfig
 from backend.metrics.stats import RequestStats, RunEnd, RunStart, RunStatus
 from backend.metrics.summary import summarize
 from backend.workload.spec import Workload
 from db.recorder import RunRecorder
+from tests.app.command_line import Cli
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "streamlit", "triton", "pandas", "altair")
-
-Cli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Run one command line in this process; returns (exit code, stdout, stderr)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(list(arguments))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 def store_run(

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,31 +13,16 @@ import pytest
 import torch
 
 import kernels.benchmark as benchmark
-from app.cli import main
 from app.services import Services
 from backend.experiments import kernel_lab
 from kernels import limits, timing
 from kernels.kernel_op import Tolerance
 from kernels.registry import REGISTRY
+from tests.app.command_line import Cli
 from tests.app.kernel_runs import add_kernel_run, bench_result, check_result
 from tests.app.stored_runs import add_run
 
-Cli = Callable[..., tuple[int, str, str]]
-
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Run one command line in this process; returns (exit code, stdout, stderr)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(list(arguments))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from app.services import Services, start_run
-from app.settings_input import engine_config_and_workload
+from app.services import Services
 from backend.metrics.kv_use import KVPool
 from backend.metrics.ledger import LEDGER_KIND
 from backend.metrics.ledger_reader import LedgerReader
 from backend.metrics.pool_history import PoolHistory
 from db.run_rows import Run
+from tests.app.engine_runs import run_to_the_end
 from tests.metrics.waste_truth import naive_waste
 
-PATIENCE_S = 120.0
 _SMALL = ("model.device=cpu", "cache.block_size=4", "scheduler.max_num_seqs=8", "workload.sampling.ignore_eos=true")
 _SYNTHETIC = ("workload.source.kind=synthetic", "workload.source.num_requests=12")
 _LENGTHS = (
@@ -47,13 +46,7 @@ SETTINGS = {
 
 def make_runs(services: Services) -> dict[str, int]:
     """Name in `SETTINGS` -> run."""
-    run_ids = {}
-    for name, lines in SETTINGS.items():
-        run_ids[name] = start_run(services, *engine_config_and_workload(None, None, lines))
-        finished = services.queue.wait(run_ids[name], PATIENCE_S)
-        assert finished is not None
-        assert finished.status == "finished", finished.error
-    return run_ids
+    return {name: run_to_the_end(services, lines) for name, lines in SETTINGS.items()}
 
 
 def truth(services: Services, run: Run) -> list[dict[str, int]]:

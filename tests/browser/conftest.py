@@ -1,4 +1,4 @@
-"""One dashboard and one headless Chromium for a module's tests, a fresh page for each."""
+"""One headless Chromium for all tests, a fresh page for each, and dashboards to look at."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from tests.browser.filled import store_runs
 from tests.browser.pages import PATIENCE_MS, open_page
 from tests.browser.server import Dashboard, browser_path, running_dashboard
 
@@ -21,7 +22,7 @@ _ARGUMENTS = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def chromium() -> Iterator[Browser]:
     expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
@@ -32,7 +33,17 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    """A module's own, without a run."""
     with running_dashboard(tmp_path_factory.mktemp("dashboard")) as dashboard:
+        yield dashboard
+
+
+@pytest.fixture(scope="session")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    """With the runs of `filled.py`, for tests that start none."""
+    folder = tmp_path_factory.mktemp("filled")
+    store_runs(folder)
+    with running_dashboard(folder) as dashboard:
         yield dashboard
 
 

@@ -9,11 +9,10 @@ from itertools import count, repeat
 from backend.config import EngineConfig
 from backend.core.block_events import BlockEvent, PoolState
 from backend.metrics.ledger import LEDGER_KIND, StepLedger
-from backend.metrics.stats import RunEnd, RunStart, StepStats
-from backend.workload.spec import Workload
+from backend.metrics.stats import RunEnd
 from db.recorder import RunRecorder
-from db.repository import RunRepository
 from db.session import Database
+from tests.app.kv_runs import decode_step, start_run_of_blocks
 
 NUM_BLOCKS, BLOCK_SIZE = 100_000, 16
 NUM_REQUESTS, GROUP = 256, 8
@@ -31,18 +30,8 @@ def add_large_run(database: Database) -> int:
             "cache.block_size": BLOCK_SIZE,
         }
     )
-    run_id = RunRepository(database).create(config.to_dict(), Workload().to_dict(), "large pool")
-    recorder = RunRecorder(database, run_id)
-    recorder.on_run_start(
-        RunStart(
-            start_time=0.0,
-            resolved_config=config.resolve(device="cpu", max_model_len=8192).to_dict(),
-            environment={},
-            load={"num_blocks": NUM_BLOCKS},
-            notices=(),
-            cache_state={"state": "cold", "num_cached_tokens": 0},
-            num_requests=NUM_REQUESTS,
-        )
+    run_id, recorder = start_run_of_blocks(
+        database, config, NUM_BLOCKS, num_requests=NUM_REQUESTS, max_model_len=8192, label="large pool"
     )
     _feed(recorder, run_id)
     recorder.on_run_end(RunEnd("finished", float(NUM_STEPS), None, None))
@@ -93,28 +82,7 @@ def _feed(recorder: RunRecorder, run_id: int) -> None:
         ledger.append(step, scheduled, scheduled.values(), repeat("decode", len(scheduled)), events, frame)
         referenced = len({block for blocks in held.values() for block in blocks})
         evictable = len(cached - {block for blocks in held.values() for block in blocks})
-        recorder.on_step(_stats(step, len(held), referenced, evictable))
+        recorder.on_step(decode_step(step, len(held), referenced, evictable, NUM_BLOCKS, step_s=1.0))
     chunk = ledger.flush()
     assert chunk is not None
     recorder.on_chunk(LEDGER_KIND, *chunk)
-
-
-def _stats(step: int, num_requests: int, referenced: int, evictable: int) -> StepStats:
-    return StepStats(
-        step=step,
-        end_time=step + 1.0,
-        duration_ms=1e3,
-        schedule_ms=1.0,
-        execute_ms=998.0,
-        process_ms=1.0,
-        num_scheduled_requests=num_requests,
-        num_prefill_tokens=0,
-        num_decode_tokens=num_requests,
-        num_output_tokens=num_requests,
-        num_running=num_requests,
-        num_waiting=0,
-        num_preempted=0,
-        num_referenced_blocks=referenced,
-        num_evictable_blocks=evictable,
-        num_free_blocks=NUM_BLOCKS - referenced - evictable,
-    )

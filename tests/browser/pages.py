@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from playwright.sync_api import Browser, Page, Request, WebSocket, expect
+from playwright.sync_api import Browser, Locator, Page, Request, WebSocket, expect
 from streamlit.proto.BackMsg_pb2 import BackMsg
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 
@@ -117,6 +117,27 @@ def until(page: Page, condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         page.wait_for_timeout(20)
+
+
+def check_fits(page: Page, *sizes: tuple[int, str], within: Locator | None = None) -> None:
+    """In each width and colour scheme nothing of the page, and nothing of `within`, reaches beyond its right edge.
+
+    A page is laid out anew, and its charts are drawn anew, some time after its window has changed.
+    """
+
+    def width_beyond() -> float:
+        main = page.get_by_test_id("stMain").evaluate("element => element.scrollWidth - element.clientWidth")
+        frames = [] if within is None else [element.bounding_box() for element in within.all()]
+        return max([main, *(frame["x"] + frame["width"] - page.viewport_size["width"] for frame in frames)])
+
+    for width, scheme in sizes:
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size({"width": width, "height": 900})
+        settle(page)
+        try:
+            until(page, lambda: width_beyond() <= 0)
+        except AssertionError:
+            raise AssertionError(f"{page.url} is {width_beyond()} px wider than {width} px") from None
 
 
 def _wait(page: Page, condition: Callable[[_Traffic], object]) -> None:

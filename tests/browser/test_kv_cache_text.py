@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from backend.metrics.block_map import BlockMap
 from backend.metrics.ledger import LEDGER_KIND
 from backend.metrics.ledger_reader import LedgerReader
-from db.session import Database
 from tests.browser import large_pool
-from tests.browser.large_pool import add_large_run
-from tests.browser.server import Dashboard, require_browser, running_dashboard
-from tests.browser.test_kv_cache import block_map, canvas_at, place_of, settle, visit
-from tests.helpers import make_tiny_llama
+from tests.browser.filled import BLOCK_SIZE, LARGE, PROMPTS, TEXTS
+from tests.browser.pages import settle, visit
+from tests.browser.server import Dashboard, require_browser
+from tests.browser.test_kv_cache import block_map, canvas_at, place_of
 
 require_browser()
 pytestmark = pytest.mark.browser
-
-TEXTS, LARGE = 1, 2
-BLOCK_SIZE = 16
-PROMPTS = [
-    "The harbour master  writes\ndown every ship.",
-    "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">**&amp;",
-]
 
 _COLOURS = """(canvas, ids) => {
   const [gutter, size, columns] = ["gutter", "size", "columns"].map((name) => Number(canvas.dataset[name]));
@@ -43,39 +28,8 @@ _COLOURS = """(canvas, ids) => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
-    """With both runs stored before it starts."""
-    folder = tmp_path_factory.mktemp("kv-text")
-    settings = {
-        "model.name": str(make_tiny_llama(folder / "model")),  # a token is a byte
-        "model.device": "cpu",
-        "cache.num_blocks": 40,
-        "cache.block_size": BLOCK_SIZE,
-        "workload.source.kind": "prompts",
-        "workload.source.prompts": json.dumps(PROMPTS),
-        "workload.source.chat": "false",
-        "workload.output_len": 24,
-        "workload.sampling.ignore_eos": "true",
-    }
-    options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    url = f"sqlite:///{folder / 'servelab.db'}"
-    subprocess.run(
-        [sys.executable, "-m", "app.cli", "run", *options],
-        cwd=Path(__file__).resolve().parents[2],
-        env=os.environ | {"SERVELAB_DATABASE_URL": url},
-        check=True,
-        capture_output=True,
-    )
-    database = Database.open(url)
-    assert add_large_run(database) == LARGE
-    database.close()
-    with running_dashboard(folder) as dashboard:
-        yield dashboard
-
-
-def ledger(dashboard: Dashboard, run_id: int) -> LedgerReader:
-    return LedgerReader(dashboard.repository.chunks(run_id, LEDGER_KIND))
+def ledger(filled: Dashboard, run_id: int) -> LedgerReader:
+    return LedgerReader(filled.repository.chunks(run_id, LEDGER_KIND))
 
 
 def shown(text: str) -> str:
@@ -88,11 +42,11 @@ def point_at(page: Page, canvas: Locator, block: int) -> Locator:
     return page.locator(".tip .text")
 
 
-def test_pointing_shows_the_text_of_a_block_if_asked(dashboard: Dashboard, page: Page) -> None:
-    reader = ledger(dashboard, TEXTS)
+def test_pointing_shows_the_text_of_a_block_if_asked(filled: Dashboard, page: Page) -> None:
+    reader = ledger(filled, TEXTS)
     step = reader.steps[-1]
     blocks = block_map(reader, step).held
-    visit(page, f"{dashboard.url}/kv-cache?run={TEXTS}&step={step}")
+    visit(page, f"{filled.url}/kv-cache?run={TEXTS}&step={step}")
     canvas = canvas_at(page, step)
     first = {index: blocks[f"run{TEXTS}-{index}"][0] for index in range(len(PROMPTS))}
     expect(point_at(page, canvas, first[0][0])).to_be_hidden()  # nobody has asked
@@ -105,7 +59,7 @@ def test_pointing_shows_the_text_of_a_block_if_asked(dashboard: Dashboard, page:
     assert "owned" not in page.title()
     assert page.locator(".tip img, .tip script").count() == 0
     # The block in which the prompt ends and the answer begins, as its ids decode.
-    row = next(row for row in dashboard.repository.requests(TEXTS) if row["request_id"] == f"run{TEXTS}-1")
+    row = next(row for row in filled.repository.requests(TEXTS) if row["request_id"] == f"run{TEXTS}-1")
     place = len(PROMPTS[1]) // BLOCK_SIZE
     rest = PROMPTS[1][place * BLOCK_SIZE :]
     assert rest
@@ -118,9 +72,9 @@ def test_pointing_shows_the_text_of_a_block_if_asked(dashboard: Dashboard, page:
     expect(point_at(page, canvas, first[0][0])).to_be_hidden()
 
 
-def test_a_pool_of_100000_blocks_is_drawn_block_by_block(dashboard: Dashboard, page: Page) -> None:
-    reader = ledger(dashboard, LARGE)
-    visit(page, f"{dashboard.url}/kv-cache?run={LARGE}&step=2")
+def test_a_pool_of_100000_blocks_is_drawn_block_by_block(filled: Dashboard, page: Page) -> None:
+    reader = ledger(filled, LARGE)
+    visit(page, f"{filled.url}/kv-cache?run={LARGE}&step=2")
     for step in (2, 3):
         blocks = block_map(reader, step)
         ref_counts = blocks.ref_counts()

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
@@ -16,50 +11,17 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from backend.metrics.ledger import LEDGER_KIND
 from backend.metrics.ledger_format import LedgerStep
 from backend.metrics.ledger_reader import LedgerReader
-from tests.browser.pages import open_page, settle, until, visit
-from tests.browser.server import Dashboard, require_browser, running_dashboard
+from tests.browser.filled import CONTINUOUS, SLOTS, STATIC
+from tests.browser.pages import check_fits, open_page, settle, until, visit
+from tests.browser.server import Dashboard, require_browser
 
 require_browser()
 pytestmark = pytest.mark.browser
 
-SLOTS = 6
-STATIC, CONTINUOUS = 1, 2
-SETTINGS = {
-    "model.name": "dummy:tiny",
-    "model.device": "cpu",
-    "cache.num_blocks": 40,
-    "scheduler.max_num_seqs": SLOTS,
-    "scheduler.max_num_batched_tokens": 64,
-    "workload.source.kind": "synthetic",
-    "workload.source.num_requests": 24,
-    "workload.source.prompt_len": '{kind="uniform",min=8,max=150}',
-    "workload.output_len": '{kind="uniform",min=4,max=80}',
-    "workload.arrivals.kind": "poisson",
-    "workload.arrivals.rate": 60,
-}
 
-
-@pytest.fixture(scope="module")
-def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
-    """With both runs stored before it starts."""
-    folder = tmp_path_factory.mktemp("scheduler")
-    for batching in ("static", "continuous"):
-        settings = SETTINGS | {"scheduler.batching": batching}
-        options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-        subprocess.run(
-            [sys.executable, "-m", "app.cli", "run", "--label", batching, *options],
-            cwd=Path(__file__).resolve().parents[2],
-            env=os.environ | {"SERVELAB_DATABASE_URL": f"sqlite:///{folder / 'servelab.db'}"},
-            check=True,
-            capture_output=True,
-        )
-    with running_dashboard(folder) as dashboard:
-        yield dashboard
-
-
-def steps_of(dashboard: Dashboard, run_id: int) -> list[LedgerStep]:
+def steps_of(filled: Dashboard, run_id: int) -> list[LedgerStep]:
     """Of the measured part: the warm-up is over before it."""
-    reader = LedgerReader(dashboard.repository.chunks(run_id, LEDGER_KIND))
+    reader = LedgerReader(filled.repository.chunks(run_id, LEDGER_KIND))
     steps = [reader.step(number) for number in reader.steps]
     return [step for step in steps if not any("warmup" in entry.request_id for entry in step.entries)]
 
@@ -89,8 +51,8 @@ def tokens_in_ledger(steps: list[LedgerStep]) -> Counter[int]:
     return ran
 
 
-def test_two_runs_are_stacked_with_all_that_their_ledgers_hold(dashboard: Dashboard, page: Page) -> None:
-    visit(page, f"{dashboard.url}/scheduler?run={STATIC}")
+def test_two_runs_are_stacked_with_all_that_their_ledgers_hold(filled: Dashboard, page: Page) -> None:
+    visit(page, f"{filled.url}/scheduler?run={STATIC}")
     page.get_by_role("combobox", name="Beside").click()
     page.get_by_role("option", name="continuous").click()
     expect(page).to_have_url(re.compile(rf"run={STATIC}&beside={CONTINUOUS}$"))
@@ -98,7 +60,7 @@ def test_two_runs_are_stacked_with_all_that_their_ledgers_hold(dashboard: Dashbo
     main = page.get_by_test_id("stMain")
     for run_id, label in ((STATIC, "static"), (CONTINUOUS, "continuous")):
         expect(bars(page, run_id, 23).first).to_be_attached()
-        steps = steps_of(dashboard, run_id)
+        steps = steps_of(filled, run_id)
         assert tokens_shown(page, run_id) == tokens_in_ledger(steps)
         idle = 1 - sum(len(step.entries) for step in steps) / (SLOTS * len(steps))
         expect(main).to_contain_text(f"#{run_id} {label}: {100 * idle:.1f} % of the slot-steps were idle")
@@ -107,15 +69,15 @@ def test_two_runs_are_stacked_with_all_that_their_ledgers_hold(dashboard: Dashbo
     expect(page.get_by_test_id("stAlert")).to_have_count(0)
 
 
-def test_clicking_a_bar_looks_into_its_request(dashboard: Dashboard, page: Page) -> None:
-    visit(page, f"{dashboard.url}/scheduler?run={CONTINUOUS}")
-    row = next(row for row in dashboard.repository.requests(CONTINUOUS) if row["index"] == 7 and not row["warmup"])
+def test_clicking_a_bar_looks_into_its_request(filled: Dashboard, page: Page) -> None:
+    visit(page, f"{filled.url}/scheduler?run={CONTINUOUS}")
+    row = next(row for row in filled.repository.requests(CONTINUOUS) if row["index"] == 7 and not row["warmup"])
     bars(page, CONTINUOUS, 7).last.click()
     expect(page).to_have_url(re.compile(r"request=7$"))
     main = page.get_by_test_id("stMain")
     expect(main).to_contain_text(f"{row['num_prompt_tokens']} prompt tokens")
     expect(main).to_contain_text(f"{row['num_output_tokens']} output tokens")
-    steps = steps_of(dashboard, CONTINUOUS)
+    steps = steps_of(filled, CONTINUOUS)
     mine = [step for step in steps if any(entry.request_id == row["request_id"] for entry in step.entries)]
     others = [entry for step in mine for entry in step.entries if entry.request_id != row["request_id"]]
     prompts = sum(entry.num_scheduled_tokens for entry in others if entry.kind != "decode")
@@ -125,13 +87,13 @@ def test_clicking_a_bar_looks_into_its_request(dashboard: Dashboard, page: Page)
     expect(page.get_by_text(shared)).to_be_visible()
     page.get_by_role("button", name="Slowest first token").click()
     slowest = max(
-        (row for row in dashboard.repository.requests(CONTINUOUS) if not row["warmup"]), key=lambda row: row["ttft_ms"]
+        (row for row in filled.repository.requests(CONTINUOUS) if not row["warmup"]), key=lambda row: row["ttft_ms"]
     )
     expect(page).to_have_url(re.compile(rf"request={slowest['index']}$"))
 
 
-def test_dragging_over_the_steps_zooms_and_the_whole_run_comes_back(dashboard: Dashboard, page: Page) -> None:
-    visit(page, f"{dashboard.url}/scheduler?run={CONTINUOUS}")
+def test_dragging_over_the_steps_zooms_and_the_whole_run_comes_back(filled: Dashboard, page: Page) -> None:
+    visit(page, f"{filled.url}/scheduler?run={CONTINUOUS}")
     expect(bars(page, CONTINUOUS, 23).first).to_be_attached()
     everything = bars(page, CONTINUOUS).count()
     chart = page.locator(f".st-key-scheduler-tokens-{CONTINUOUS} svg.marks")
@@ -145,7 +107,7 @@ def test_dragging_over_the_steps_zooms_and_the_whole_run_comes_back(dashboard: D
     page.wait_for_timeout(1000)  # a slow hand: what it has marked so far is not taken for all
     page.mouse.move(x + 80, y, steps=5)
     page.wait_for_timeout(1000)
-    expect(page).to_have_url(f"{dashboard.url}/scheduler?run={CONTINUOUS}")
+    expect(page).to_have_url(f"{filled.url}/scheduler?run={CONTINUOUS}")
     page.mouse.up()
     expect(page).to_have_url(re.compile(r"from=[\d.]+&to=[\d.]+$"))
     settle(page)
@@ -155,15 +117,10 @@ def test_dragging_over_the_steps_zooms_and_the_whole_run_comes_back(dashboard: D
     expect(bars(page, CONTINUOUS, 23).first).to_be_attached()
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1440, "dark"), (420, "light")])
-def test_it_fits(dashboard: Dashboard, chromium: Browser, width: int, scheme: str) -> None:
-    with open_page(chromium, viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
-        visit(page, f"{dashboard.url}/scheduler?run={STATIC}&beside={CONTINUOUS}&request=5")
+def test_it_fits(filled: Dashboard, chromium: Browser) -> None:
+    with open_page(chromium) as page:
+        visit(page, f"{filled.url}/scheduler?run={STATIC}&beside={CONTINUOUS}&request=5")
         expect(bars(page, CONTINUOUS, 23).first).to_be_attached()
-        main = page.get_by_test_id("stMain")
-        assert main.evaluate("element => element.scrollWidth - element.clientWidth") <= 0
-        frames = [chart.bounding_box() for chart in page.get_by_test_id("stVegaLiteChart").all()]
-        assert len(frames) == 10, "three a run and two for the request in each"
-        for frame in frames:
-            assert frame is not None
-            assert frame["x"] + frame["width"] <= width
+        charts = page.get_by_test_id("stVegaLiteChart")
+        expect(charts).to_have_count(10)  # three a run and two for the request in each
+        check_fits(page, (1440, "dark"), (420, "light"), within=charts)

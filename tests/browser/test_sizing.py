@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from backend.analysis.presets import MODEL_PRESETS
-from tests.browser.pages import open_page, settle, visit
+from tests.browser.pages import check_fits, open_page, settle, visit
 from tests.browser.server import Dashboard, require_browser
 
 require_browser()
@@ -28,9 +28,9 @@ def figure(page: Page, name: str) -> Locator:
     return page.get_by_test_id("stMetric").filter(has_text=name).get_by_test_id("stMetricValue")
 
 
-def test_a_model_is_sized_linked_pasted_and_corrected(dashboard: Dashboard, page: Page) -> None:
-    visit(page, f"{dashboard.url}/sizing")
-    expect(page).to_have_url(f"{dashboard.url}/sizing?llm=Llama-3.1-8B")
+def test_a_model_is_sized_linked_pasted_and_corrected(filled: Dashboard, page: Page) -> None:
+    visit(page, f"{filled.url}/sizing")
+    expect(page).to_have_url(f"{filled.url}/sizing?llm=Llama-3.1-8B")
     expect(figure(page, "KV per token")).to_have_text("128 KiB")
     expect(page.get_by_test_id("stVegaLiteChart").locator("svg.marks, canvas.marks").first).to_be_visible()
 
@@ -76,10 +76,8 @@ def test_a_model_is_sized_linked_pasted_and_corrected(dashboard: Dashboard, page
     expect(figure(page, "KV per token")).to_have_text("136 KiB")
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (420, "dark")])
-def test_the_page_fits_in_every_state(dashboard: Dashboard, chromium: Browser, width: int, scheme: str) -> None:
-    with open_page(chromium, viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
+def test_the_page_fits_in_every_state(filled: Dashboard, chromium: Browser) -> None:
+    with open_page(chromium) as page:
         for query in ("llm=Llama-3-8B", "llm=Gemma-3-4B&card=typed", "llm=DeepSeek-V3&kv=int4", "llm=pasted&prompt=x"):
-            visit(page, f"{dashboard.url}/sizing?{query}")
-            overflow = "element => element.scrollWidth - element.clientWidth"
-            assert page.get_by_test_id("stMain").evaluate(overflow) <= 0, f"{query} is wider than {width} px"
+            visit(page, f"{filled.url}/sizing?{query}")
+            check_fits(page, (1440, "light"), (420, "dark"))

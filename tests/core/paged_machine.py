@@ -137,6 +137,7 @@ class Lab:
     layout: str = "paged"
     swap_blocks: int = 0  # of host memory; with some, preempted requests are swapped
     windows: tuple[int | None, ...] = (None,)  # of the KV groups
+    overrides: dict[str, Any] = field(default_factory=dict)  # of the config
 
     def __post_init__(self) -> None:
         key = prefix_key(model="a machine") if self.prefix_caching else None
@@ -152,6 +153,7 @@ class Lab:
                 "scheduler.preemption": "swap" if self.swap_blocks else "recompute",
                 "cache.swap_bytes": max(1, self.swap_blocks * self.block_size * GROUP.bytes_per_token),
                 "model.max_model_len": self.max_model_len or self.num_blocks * self.block_size // len(self.windows),
+                **self.overrides,
             }
         )
         self.scheduler = make_scheduler(

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from backend.engine.engine_host import EngineHost
-from tests.engine.driving import config_of, tokens
+from tests.engine.driving import answers, config_of, tokens
 from tests.helpers import dense_greedy, load_oracle
 
+MAX_TOKENS = 18  # beyond the block in which any prompt ends
 SAMPLINGS = [
-    pytest.param({"max_tokens": 24, "ignore_eos": True}, id="greedy"),
-    pytest.param({"max_tokens": 24, "ignore_eos": True, "temperature": 1.0, "seed": 11}, id="sampled"),
+    pytest.param({"max_tokens": MAX_TOKENS, "ignore_eos": True}, id="greedy"),
+    pytest.param({"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": 11}, id="sampled"),
     pytest.param(
-        {"max_tokens": 24, "ignore_eos": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 5}, id="filtered"
+        {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 5},
+        id="filtered",
     ),
 ]
 
@@ -43,7 +45,7 @@ def test_tokens_do_not_depend_on_batch_chunks_or_preemption(host: EngineHost, ti
     alone: dict[str, list[int]] = {}
     for key, prompt in PROMPTS.items():
         alone |= tokens(host, {key: prompt}, **sampling)
-    assert all(len(ids) == 24 for ids in alone.values())
+    assert all(len(ids) == MAX_TOKENS for ids in alone.values())
     assert len({tuple(ids) for ids in alone.values()}) == len(PROMPTS), "prompts should not all lead to one answer"
 
     assert tokens(host, PROMPTS, **sampling) == alone, "batched"
@@ -54,8 +56,6 @@ def test_tokens_do_not_depend_on_batch_chunks_or_preemption(host: EngineHost, ti
     assert tokens(host, PROMPTS, **sampling) == alone, "two at a time"
 
     host.load(config_of(tiny_llama, cache__num_blocks=10, cache__block_size=16))
-    from tests.engine.driving import answers
-
     preempted = answers(host, PROMPTS, **sampling)
     assert {key: answer.token_ids for key, answer in preempted.items()} == alone, "preempted"
     assert sum(answer.last.num_preemptions or 0 for answer in preempted.values()) > 0, "nothing was preempted"

@@ -21,7 +21,6 @@ from backend.engine.engine_host import EngineHost  # noqa: E402
 from backend.models.decoder import Decoder  # noqa: E402
 from tests.engine.driving import answers, config_of  # noqa: E402
 from tests.helpers import dense_greedy, load_oracle, make_tiny_llama, make_tiny_model  # noqa: E402
-from tests.kernels.quick_interpreter import patch_language_once_a_launch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="through the interpreter; test_gpu.py has the kernels"
@@ -48,7 +47,6 @@ def expected(model: Path) -> dict[str, list[int]]:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineHost]:
-    patch_language_once_a_launch()
     monkeypatch.setattr(Decoder, "prepare", lambda self: None)  # weights as a GPU has them, not laid out for a CPU
     host = EngineHost()
     yield host

