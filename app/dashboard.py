@@ -19,6 +19,7 @@ page = st.navigation(
     [
         st.Page(links.HOME, title="ServeLab", default=True, visibility="hidden"),
         st.Page(links.RUN, title="Run", icon=":material/play_arrow:", url_path="run"),
+        st.Page(links.PLAYGROUND, title="Playground", icon=":material/forum:", url_path="playground"),
         st.Page(links.HISTORY, title="History", icon=":material/history:", url_path="history"),
         st.Page(links.COMPARE, title="Compare", icon=":material/compare_arrows:", url_path="compare"),
         st.Page(links.KV_CACHE, title="KV cache", icon=":material/grid_on:", url_path="kv-cache"),

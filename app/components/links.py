@@ -11,6 +11,7 @@ from db.run_rows import Run
 
 HOME = "app_pages/home.py"
 RUN = "app_pages/run.py"
+PLAYGROUND = "app_pages/playground.py"
 HISTORY = "app_pages/history.py"
 DETAIL = "app_pages/detail.py"
 COMPARE = "app_pages/compare.py"

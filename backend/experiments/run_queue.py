@@ -48,7 +48,7 @@ class RunQueue:
     "loading", "warming up", "running" and "writing". Whatever happens, each of its sinks gets exactly one `on_run_end`.
 
     Args:
-        host: the engine, of which the queue is the only one to load models.
+        host: the engine, of which the queue is the only one to load models, but for who has borrowed it alone.
         ensure_model: makes a model's files available, by default `backend.models.sources.ensure_model`.
         make_target: gives the target of the loaded engine, by default an `InProcessTarget`.
     """
@@ -69,6 +69,8 @@ class RunQueue:
         self._last: Job | None = None
         self._pending: set[int] = set()  # queued, active, or about to be reported as ended
         self._ends: dict[int, RunEnd] = {}
+        self._num_borrowers = 0  # who has the engine between two runs
+        self._borrowed_alone = False
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="servelab-runs", daemon=True)
         self._thread.start()
@@ -131,6 +133,29 @@ class RunQueue:
             self._changed.wait_for(lambda: run_id not in self._pending, timeout)
             return self._ends.get(run_id)
 
+    def try_borrow(self, *, alone: bool = False) -> bool:
+        """Have the engine between two runs, for what is not recorded: True until `give_back`, and no run begins meanwhile.
+
+        False, at once, while a run is queued or under way, and while somebody has the engine whom this would disturb: several
+        may send requests, but who loads a model has to be alone. Raises `EngineError` once closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise EngineError("ServeLab is shutting down; nothing can be asked any more")
+            taken = self._borrowed_alone or (alone and self._num_borrowers > 0)
+            if self._active is not None or self._queued or taken:
+                return False
+            self._num_borrowers += 1
+            self._borrowed_alone = alone
+            return True
+
+    def give_back(self) -> None:
+        """The end of what `try_borrow` began."""
+        with self._changed:
+            self._num_borrowers -= 1
+            self._borrowed_alone = False
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Cancel everything and wait for the ends. Safe to call twice."""
         with self._changed:
@@ -160,7 +185,7 @@ class RunQueue:
 
     def _take(self) -> Job | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._queued or self._closed)
+            self._changed.wait_for(lambda: self._closed or (self._queued and not self._num_borrowers))
             if self._closed:
                 return None  # `close` ends what is still queued
             run_id = next(iter(self._queued))
