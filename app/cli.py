@@ -15,6 +15,7 @@ from app import terminal
 from app.cli_app import app_command
 from app.cli_doctor import doctor
 from app.cli_generate import generate
+from app.cli_heads import heads
 from app.cli_kernels import kernels
 from app.cli_kv_quality import kv_quality
 from app.cli_models import models
@@ -23,6 +24,7 @@ from app.cli_quantization import quantization
 from app.cli_quantize import quantize
 from app.cli_run import run
 from app.cli_runs import compare, export, runs
+from app.cli_spec import spec
 from backend.errors import ServeLabError
 
 cli = typer.Typer(
@@ -43,6 +45,8 @@ cli.command(name="kv-quality")(kv_quality)
 cli.command()(quality)
 cli.command()(quantization)
 cli.command()(quantize)
+cli.add_typer(heads, name="heads")
+cli.add_typer(spec, name="spec")
 cli.command()(doctor)
 cli.command(name="app")(app_command)
 

@@ -164,6 +164,8 @@ def _metrics(stats: RequestStats) -> dict[str, float | int | None]:
         "e2el_ms": e2el_ms(stats),
         "output_throughput_tok_s": totals["output_throughput_tok_s"],
         "total_throughput_tok_s": totals["total_throughput_tok_s"],
+        "mean_acceptance_length": totals["mean_acceptance_length"],
+        "draft_acceptance_rate": totals["draft_acceptance_rate"],
     }
 
 
@@ -176,6 +178,8 @@ def _totals(samples: Sequence[RequestStats]) -> dict[str, float | int | None]:
         "output_tokens": summary.output_tokens,
         "output_throughput_tok_s": summary.output_throughput_tok_s,
         "total_throughput_tok_s": summary.total_throughput_tok_s,
+        "mean_acceptance_length": summary.mean_acceptance_length,
+        "draft_acceptance_rate": summary.draft_acceptance_rate,
     }
 
 

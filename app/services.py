@@ -21,6 +21,8 @@ from db.session import Database
 
 if TYPE_CHECKING:
     from backend.engine.engine_host import EngineHost
+    from backend.experiments.certificate import Verdict
+    from backend.experiments.certificate_config import CertificateConfig
     from backend.experiments.kernel_config import KernelLabConfig
     from backend.experiments.quantization_config import QuantizationLabConfig
     from backend.experiments.run_jobs import Task
@@ -161,6 +163,25 @@ def start_quantization_run(services: Services, config: QuantizationLabConfig, la
 
     _submit_task(services, queue, run_id, lambda sink, cancel: run_lab(config, sink, store, cancel))
     return run_id
+
+
+def start_certificate_run(services: Services, config: CertificateConfig, label: str | None = None) -> int:
+    """The same for a certificate of speculation, whose verdict is a chunk of the run's ledger. Raises as `start_run`."""
+    from backend.experiments.certificate_lab import check_lab, run_lab
+
+    queue = services.queue
+    check_lab(config)
+    run_id = services.repository.create(config.to_dict(), {}, label, kind="certificate")
+    _submit_task(services, queue, run_id, lambda sink, cancel: run_lab(config, sink, cancel))
+    return run_id
+
+
+def stored_verdict(services: Services, run_id: int) -> Verdict | None:
+    """That of a certificate's run, once it has ended. Raises `DatabaseError` where it is damaged."""
+    from backend.experiments.certificate import CHUNK_KIND, read_verdict
+
+    chunks = services.repository.chunks(run_id, CHUNK_KIND)
+    return read_verdict(chunks[0][0]) if chunks else None
 
 
 def _submit_task(services: Services, queue: RunQueue, run_id: int, task: Task) -> None:

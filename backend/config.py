@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from backend.settings import Settings
 
 DEFAULT_MODEL = "smollm2-135m"
+MAX_SPECULATIVE_TOKENS = 32
 
 
 class _Section(Settings):
@@ -174,10 +175,48 @@ class QuantizationSettings(_Section):
 
 
 class SpeculativeSettings(_Section):
-    method: None = None
-    num_speculative_tokens: None = None
-    model: None = None
-    tree: None = None
+    """Several tokens of a request in one step: a proposer drafts them, the model verifies all at once."""
+
+    method: Literal["none", "ngram", "draft_model"] = Field(
+        "none",
+        description="Who drafts. none: nobody, one token a step. ngram: the text so far, what followed the last time its "
+        "end occurred (prompt lookup). draft_model: a smaller model with the same tokenizer.",
+    )
+    model: str | None = Field(
+        None,
+        min_length=1,
+        description="For draft_model: which one; by default the first third of the target's own layers.",
+    )
+    num_speculative_tokens: int = Field(5, ge=1, le=MAX_SPECULATIVE_TOKENS, description="Most tokens of one draft.")
+    adaptive: bool = Field(
+        False,
+        description="Draft fewer tokens, or none, for a request whose drafts are seldom accepted; else always as many.",
+    )
+    ngram_max: int = Field(3, ge=1, le=16, description="For ngram: the longest end of the text that is looked up.")
+    ngram_min: int = Field(1, ge=1, le=16, description="For ngram: the shortest.")
+    max_batch: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="Nobody speculates while more requests than this decode; by default without limit.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forget_what_was_null(cls, data: Any) -> Any:
+        """Runs stored before there was speculation carry nulls, also for a `tree`."""
+        if not isinstance(data, dict):
+            return data
+        nulls = ("method", "num_speculative_tokens", "tree")
+        return {key: value for key, value in data.items() if not (key in nulls and value is None)}
+
+    @model_validator(mode="after")
+    def _ngrams_have_a_length(self) -> Self:
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min = {self.ngram_min} is above ngram_max = {self.ngram_max}")
+        if self.model is not None and self.method != "draft_model":
+            raise ValueError(f"model = {self.model!r} belongs to method = 'draft_model'")
+        return self
 
 
 class KernelSettings(_Section):

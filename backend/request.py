@@ -46,6 +46,13 @@ class Request:
     num_recompute_tokens: int = 0  # tokens that had been computed before the last preemption
     last_scheduled_step: int = -1
     scheduled_time: float | None = None
+    # Of speculation, counted by what was delivered: steps in which some of its tokens were drafted, drafted tokens, and those
+    # of them that are part of the output.
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    draft_rate: float | None = None  # how often its drafted tokens are accepted, see `AdaptiveLength`
+    num_steps_off: int = 0  # in a row without a draft, because one would lose
     # The unfinished samples of its prompt, itself included, where they share blocks; one list for all. Else None.
     samples: list[Request] | None = field(default=None, repr=False)
 

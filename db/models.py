@@ -91,6 +91,9 @@ class RequestRow(Base):
     token_ids: Mapped[list[int] | None] = mapped_column(Json)
     parent_id: Mapped[str | None] = mapped_column(ForeignText)  # the prompt whose sample it is
     priority: Mapped[int] = mapped_column(server_default="0")  # lower first, with `scheduler.policy = "priority"`
+    num_rounds: Mapped[int | None]  # of speculation; null without it, as the two below
+    num_draft_tokens: Mapped[int | None]
+    num_accepted_tokens: Mapped[int | None]
 
 
 class StepRow(Base):

@@ -16,7 +16,7 @@ from db.owner import Owner
 _TIME_DIGITS = 9  # the clock's own resolution; a difference of two readings carries noise below it
 
 Row = dict[str, Any]
-RunKind = Literal["serve", "kernels", "quantization"]  # a workload on an engine, or a lab
+RunKind = Literal["serve", "kernels", "quantization", "certificate"]  # a workload on an engine, or a lab
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,8 @@ def asked_text(run: Run) -> str:
             return lab_text(run.config)
         case "quantization":
             return quantization_text(run.config)
+        case "certificate":
+            return certificate_text(run.config)
     return workload_text(run.workload)
 
 
@@ -98,6 +100,11 @@ def quantization_text(config: Mapping[str, Any]) -> str:
     more = len(names) - _MAX_NAMED
     what = "quantization" if config["experiment"] == "compare" else "sensitivity"
     return f"{what}: {', '.join(names[:_MAX_NAMED])}" + (f" and {more} more" if more > 0 else "")
+
+
+def certificate_text(config: Mapping[str, Any]) -> str:
+    """A certificate's in a few words: "certificate: ngram, 4,096 samples"."""
+    return f"certificate: {config['engine']['speculative']['method']}, {config['num_samples']:,} samples"
 
 
 def workload_text(workload: Mapping[str, Any]) -> str:

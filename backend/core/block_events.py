@@ -17,9 +17,21 @@ from typing import Literal, NamedTuple
 # evict:    blocks without a holder are not found any more, because they are about to be allocated
 # cache:    blocks can be found from now on
 # uncache:  blocks can be found no more; with no ids: no block can
+# give_back: a request gives up its last blocks, which drafts that were rejected had been written to
 # slide:    a request gives up blocks that have fallen behind the window of their group; the null block is in their places
 BlockEventKind = Literal[
-    "allocate", "share", "free", "preempt", "evict", "cache", "uncache", "copy", "swap_out", "swap_in", "slide"
+    "allocate",
+    "share",
+    "free",
+    "preempt",
+    "evict",
+    "cache",
+    "uncache",
+    "copy",
+    "swap_out",
+    "swap_in",
+    "slide",
+    "give_back",
 ]
 
 

@@ -214,6 +214,19 @@ class KVCacheManager:
             self._events.append(BlockEvent("uncache", None, 0, []))
         return num_tokens
 
+    def give_back_lookahead(self, request: Request) -> int | None:
+        """Give back the blocks behind those of the computed tokens; how many each KV group keeps, None if there were none."""
+        num_kept, held = -(-request.num_computed_tokens // self.block_size), self._block_ids[request.request_id]
+        if len(held[0]) <= num_kept:
+            return None
+        for group, blocks in enumerate(held):
+            gone = blocks[num_kept:]
+            del blocks[num_kept:]
+            self.pool.free(gone)
+            self._log("give_back", gone, request, group)
+        request.num_slots = num_kept * self.block_size
+        return num_kept
+
     def free(self, request: Request) -> None:
         """Give back all blocks of a request; one that holds none is ignored."""
         if self._release(request):

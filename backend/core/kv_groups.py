@@ -28,11 +28,13 @@ class KVGroupSpec:
     dtype_bytes: int  # of an element in the model's dtype
     window: int | None = None  # tokens that a token attends to, itself included; None: all
     format: KVFormat = PLAIN
+    draft_bytes_per_token: int = 0  # of a draft model's layers, which have slots in the same blocks
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers of the group, with their scales."""
-        return 2 * self.num_layers * self.num_kv_heads * self.format.bytes_per_vector(self.head_dim, self.dtype_bytes)
+        """Keys and values of one token in all layers of the group, with their scales, and those of a draft model."""
+        per_vector = self.format.bytes_per_vector(self.head_dim, self.dtype_bytes)
+        return 2 * self.num_layers * self.num_kv_heads * per_vector + self.draft_bytes_per_token
 
 
 class LayerGroup(NamedTuple):

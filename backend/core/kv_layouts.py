@@ -62,6 +62,9 @@ class ContiguousKVCacheManager(KVCacheManager):
     ) -> KVAllocation | None:
         return super().allocate_slots(request, self._max_model_len - request.num_computed_tokens)
 
+    def give_back_lookahead(self, request: Request) -> int | None:
+        return None
+
 
 def resolve_layout(resolved: EngineConfig) -> tuple[EngineConfig, tuple[str, ...]]:
     """Turn off and cut what the layout cannot do; a sentence for each. The config's other fields are resolved already."""

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from backend.request import FinishReason
 from backend.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    import numpy as np
+
 StepKind = Literal["prefill", "decode", "recompute"]
+
+# Where a token comes from. accepted: it was drafted, and the target agreed. recovered: in place of the first draft that it did
+# not agree to. bonus: behind a draft that was accepted to its end. plain: nothing had been drafted.
+TokenOrigin = Literal["accepted", "recovered", "bonus", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +57,33 @@ class SchedulerOutput:
     swapped_out: Sequence[tuple[int, int]] = ()  # (block, host block)
     swapped_in: Sequence[tuple[int, int]] = ()  # (host block, block)
     num_swapped: int = 0  # of the preempted requests, those that wait in host memory
+    # Without speculation None. Of requests with a single token, in batch order: at most so many drafts may be verified behind
+    # it; there are slots for them.
+    num_draft_tokens: dict[str, int] | None = None
+    # Of requests the worker knows: so many blocks of each KV group it has left; `new_block_ids` come behind those.
+    num_kept_blocks: dict[str, int] | None = None
 
     @property
     def total_num_scheduled_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
+
+
+@dataclass(slots=True)
+class DraftRounds:
+    """The drafts that a step has verified, a row for each. numpy's arrays are for the record: nobody here looks into them.
+
+    A request that has no usable logits has a row too, which means nothing.
+    """
+
+    request_ids: list[str]
+    num_draft_tokens: list[int]  # at least 1
+    num_accepted: list[int]  # leading ones of them
+    token_ids: list[int]  # behind those: recovered, or the bonus token
+    draft_token_ids: np.ndarray  # int64 [num_rows, k]
+    # float32 [3, num_rows, k], of the drafted tokens: by the target, that it is accepted, by the draft (1 where it was no draw)
+    probs: np.ndarray
+    draft_ms: float  # all are drafted, and verified, at once
+    verify_ms: float
 
 
 @dataclass(slots=True)
@@ -62,6 +92,7 @@ class ModelRunnerOutput:
 
     sampled_token_ids: dict[str, list[int]]
     errors: dict[str, str] = field(default_factory=dict)  # request_id -> why it has no usable logits
+    rounds: DraftRounds | None = None  # of the requests for which something was drafted; None: of none
 
 
 class PendingOutput(Protocol):
@@ -90,3 +121,6 @@ class RequestOutput:
     new_token_ids: list[int]  # without a final EOS or stop token
     finish_reason: FinishReason | None
     error: str | None = None
+    # With speculation, of each new token; there may be one more, of a final EOS or stop token. Else None.
+    origins: list[TokenOrigin] | None = None
+    num_draft_tokens: int = 0  # that the step verified

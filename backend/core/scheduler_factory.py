@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from backend.config import EngineConfig
 from backend.core.admission import ContinuousBatching, StaticBatching
 from backend.core.block_hash import BlockHash
+from backend.core.draft_length import VERIFY_COST, AdaptiveLength
 from backend.core.kv_cache_manager import KVCacheManager
 from backend.core.kv_groups import KVGroupSpec
 from backend.core.kv_layouts import ContiguousKVCacheManager
 from backend.core.policies import FirstComeFirstServed, PrefillFirst, Priority
 from backend.core.recompute_scheduler import RecomputeScheduler
 from backend.core.scheduler import Scheduler
+from backend.core.speculative_scheduler import SpeculativeScheduler
 from backend.core.swapping import SwappingKVCacheManager, num_host_blocks
 from backend.errors import EngineError
 
@@ -21,7 +24,7 @@ _BATCHINGS = {"continuous": ContinuousBatching, "static": StaticBatching}
 
 
 def make_scheduler(
-    config: EngineConfig, kv_groups: Sequence[KVGroupSpec], prefix_key: BlockHash | None = None
+    config: EngineConfig, kv_groups: Sequence[KVGroupSpec], prefix_key: BlockHash | None = None, draft_cost: float = 0.0
 ) -> Scheduler:
     """A scheduler and its pool.
 
@@ -29,6 +32,7 @@ def make_scheduler(
         config: fully resolved.
         kv_groups: shapes of the model's KV.
         prefix_key: of the prefix cache, see `KVCacheManager`; None when there is none. Only the paged layout has one.
+        draft_cost: of a drafted token, in steps of the target.
 
     Raises:
         EngineError: `config` has gaps.
@@ -49,6 +53,15 @@ def make_scheduler(
         else:
             manager = KVCacheManager(*parts, max_num_batched_tokens=budget)
     scheduler_class = RecomputeScheduler if cache.layout == "none" else Scheduler
+    if config.speculative.method != "none":
+        speculative = config.speculative
+        most, verify_cost = speculative.num_speculative_tokens, VERIFY_COST.get(config.model.device, VERIFY_COST["cpu"])
+        scheduler_class = partial(
+            SpeculativeScheduler,
+            num_speculative_tokens=most,
+            length=AdaptiveLength(most, verify_cost + draft_cost) if speculative.adaptive else None,
+            max_batch=speculative.max_batch,
+        )
     return scheduler_class(
         manager,
         max_num_seqs=settings.max_num_seqs,

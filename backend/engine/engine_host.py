@@ -227,7 +227,8 @@ class EngineHost:
         from backend.engine.loading import load_engine, model_fingerprint  # torch comes in here, and not before
 
         self._check_open()
-        identity = (config, model_fingerprint(config.model.name))
+        names = (config.model.name, config.speculative.model)
+        identity = (config, [model_fingerprint(name) for name in names if name is not None])
         if self._loaded is not None and self._identity == identity:
             return self._loaded.info
         self._unload("another model was loaded")

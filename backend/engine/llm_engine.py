@@ -9,40 +9,23 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from dataclasses import dataclass
-from itertools import compress
 
 from backend.config import EngineConfig
-from backend.core.block_events import BlockEvent, PoolState
+from backend.core.block_events import BlockEvent
 from backend.core.block_hash import BlockHash
 from backend.core.kv_cache_manager import KVGroupSpec
 from backend.core.kv_layouts import length_limit
-from backend.core.output import PendingOutput, SchedulerOutput
 from backend.core.scheduler_factory import make_scheduler
 from backend.engine.output_processor import OutputProcessor
+from backend.engine.speculative_output import SpeculativeOutputProcessor
+from backend.engine.step_recorder import FlyingStep, StepRecorder
 from backend.errors import EngineError, RequestError
-from backend.metrics.ledger import KEY_FRAME_STEPS, LEDGER_KIND, LedgerChunk, StepLedger
-from backend.metrics.stats import StatsSink, StepStats
+from backend.metrics.stats import StatsSink
 from backend.request import Request, sample_ids
 from backend.sampling_params import SamplingParams
 from backend.tokenizer import Tokenizer
 from backend.worker.executor import Executor
 from backend.workload.targets import StreamEvent
-
-LEDGER_INTERVAL_S = 0.5  # a killed process loses no more of the ledger than of the other records
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step in flight. Times are `time.perf_counter()` seconds."""
-
-    scheduled: SchedulerOutput
-    pending: PendingOutput
-    started: float  # to be scheduled
-    submitted: float
-    blocks: tuple[int, int, int]  # referenced, evictable, free
-    events: list[BlockEvent]  # of blocks, since the step before
-    key_frame: PoolState | None  # the pool after them
 
 
 class LLMEngine:
@@ -53,6 +36,7 @@ class LLMEngine:
     vocab_size: ids a prompt may hold.
     eos_token_ids: end a request unless it ignores them.
     prefix_key: of the prefix cache, see `KVCacheManager`; None when there is none.
+    draft_cost: of a drafted token, in steps of the model.
 
     With SERVELAB_DEBUG in the environment when it is made, each step ends with a check of all KV blocks.
     """
@@ -66,22 +50,19 @@ class LLMEngine:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         prefix_key: BlockHash | None = None,
+        draft_cost: float = 0.0,
     ) -> None:
         self.executor = executor
-        self.scheduler = make_scheduler(config, kv_groups, prefix_key)
+        self.scheduler = make_scheduler(config, kv_groups, prefix_key, draft_cost)
         self._bytes_per_block = max(group.bytes_per_token for group in kv_groups) * config.cache.block_size
         self._length_limit = length_limit(config)
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._output_processor = OutputProcessor(tokenizer)
-        self._sink: StatsSink | None = None
-        self._ledger = StepLedger()
-        self._ledger_time = 0.0  # of the first step since the last chunk
-        self._step = 0
-        self._num_submitted = 0  # steps, since the sink was set
-        self._in_flight: deque[_Step] = deque()
+        speculates = config.speculative.method != "none"
+        self._output_processor = (SpeculativeOutputProcessor if speculates else OutputProcessor)(tokenizer)
+        self._recorder: StepRecorder | None = None  # of the sink, if there is one
+        self._in_flight: deque[FlyingStep] = deque()
         self._max_ahead = 1 if config.scheduler.async_scheduling else 0  # steps in flight beside the one waited for
-        self._last_result = self._last_end = 0.0  # of the step before
         self._checks_blocks = bool(os.environ.get("SERVELAB_DEBUG"))  # a look at all of them: too slow to measure with
 
     def check_request(self, token_ids: list[int], sampling: SamplingParams) -> None:
@@ -166,9 +147,9 @@ class LLMEngine:
 
         Steps in flight would be recorded by the new one: `drain` first.
         """
-        self._emit_chunk(self._ledger.flush())
-        self._sink = sink
-        self._step = self._num_submitted = 0
+        if self._recorder is not None:
+            self._recorder.flush()
+        self._recorder = None if sink is None else StepRecorder(sink, self.scheduler, self._bytes_per_block)
         self.scheduler.kv_cache_manager.log_events(sink is not None)
 
     def step(self) -> list[StreamEvent]:
@@ -194,7 +175,7 @@ class LLMEngine:
             events += self._complete(self._in_flight.popleft())
         return events
 
-    def _submit(self) -> _Step | None:
+    def _submit(self) -> FlyingStep | None:
         """Hand the next step to the executor; None when none can be scheduled."""
         started = time.perf_counter()
         manager = self.scheduler.kv_cache_manager
@@ -205,31 +186,29 @@ class LLMEngine:
             request = self.scheduler.requests[new.request_id]
             if request.scheduled_time is None:
                 request.scheduled_time = started
-        is_key = self._sink is not None and self._num_submitted % KEY_FRAME_STEPS == 0
-        key_frame = manager.state(self.scheduler.requests) if is_key else None
-        self._num_submitted += 1
+        key_frame = self._recorder.submit() if self._recorder is not None else None
         pool = manager.pool
         blocks = (pool.num_referenced_blocks, pool.num_evictable_blocks, pool.num_free_blocks)
         events = manager.take_events()
         if scheduled.preempted_request_ids:
             events = _name_preemptions(events, frozenset(scheduled.preempted_request_ids))
         submitted = time.perf_counter()  # before: an executor may carry the step out at once
-        return _Step(scheduled, self.executor.submit(scheduled), started, submitted, blocks, events, key_frame)
+        return FlyingStep(scheduled, self.executor.submit(scheduled), started, submitted, blocks, events, key_frame)
 
-    def _complete(self, step: _Step) -> list[StreamEvent]:
+    def _complete(self, step: FlyingStep) -> list[StreamEvent]:
         output = step.pending.result()
         result = time.perf_counter()
+        recorder, rounds = self._recorder, None
+        if recorder is not None and output.rounds is not None:
+            rounds = output.rounds, recorder.positions(output.rounds)
         outputs = self.scheduler.update_from_output(step.scheduled, output)
         events, stopped = self._output_processor.process_step(outputs, result)
         for request_id in stopped:
             self.scheduler.finish_request(request_id, "stop")
         if self._checks_blocks:
             self._check_blocks()
-        if self._sink is not None:
-            end = self._record(self._sink, step, events, result)
-        else:
-            end = time.perf_counter()
-        self._last_result, self._last_end = result, end
+        if recorder is not None:
+            recorder.record(step, rounds, events, result, is_last=not self.has_unfinished_requests())
         return events
 
     def _check_blocks(self) -> None:
@@ -237,52 +216,6 @@ class LLMEngine:
             self.scheduler.kv_cache_manager.check_integrity()
         except RuntimeError as error:
             raise EngineError(f"the KV cache is inconsistent after a step (SERVELAB_DEBUG is set): {error}") from error
-
-    def _record(self, sink: StatsSink, step: _Step, events: list[StreamEvent], result: float) -> float:
-        """Tell the sink of a step; when the step ended."""
-        scheduled = step.scheduled
-        num_tokens, kinds = scheduled.num_scheduled_tokens, scheduled.kinds.values()
-        num_out, num_in = len(scheduled.swapped_out), len(scheduled.swapped_in)
-        total = sum(num_tokens.values())
-        decoded = sum(compress(num_tokens.values(), map("decode".__eq__, kinds)))
-        self._emit_chunk(
-            self._ledger.append(self._step, num_tokens, num_tokens.values(), kinds, step.events, step.key_frame)
-        )
-        end = time.perf_counter()
-        if self._ledger.num_steps == 1:
-            self._ledger_time = step.started
-        if end - self._ledger_time > LEDGER_INTERVAL_S or not self.has_unfinished_requests():
-            self._emit_chunk(self._ledger.flush())
-        sink.on_step(
-            StepStats(
-                step=self._step,
-                end_time=end,
-                duration_ms=(end - max(step.started, self._last_end)) * 1e3,
-                schedule_ms=(step.submitted - step.started) * 1e3,
-                execute_ms=(result - max(step.submitted, self._last_result)) * 1e3,
-                process_ms=(end - result) * 1e3,
-                num_scheduled_requests=len(num_tokens),
-                num_prefill_tokens=total - decoded,
-                num_decode_tokens=decoded,
-                num_output_tokens=sum([len(event.token_ids) for event in events]),
-                num_running=len(self.scheduler.running),
-                num_waiting=len(self.scheduler.waiting),
-                num_preempted=len(scheduled.preempted_request_ids),
-                num_referenced_blocks=step.blocks[0],
-                num_evictable_blocks=step.blocks[1],
-                num_free_blocks=step.blocks[2],
-                num_swapped=scheduled.num_swapped,
-                num_swapped_out_blocks=num_out,
-                num_swapped_in_blocks=num_in,
-                swapped_bytes=(num_out + num_in) * self._bytes_per_block,
-            )
-        )
-        self._step += 1
-        return end
-
-    def _emit_chunk(self, chunk: LedgerChunk | None) -> None:
-        if chunk is not None and self._sink is not None:
-            self._sink.on_chunk(LEDGER_KIND, *chunk)
 
 
 def _name_preemptions(events: list[BlockEvent], preempted: frozenset[str]) -> list[BlockEvent]:

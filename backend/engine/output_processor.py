@@ -54,7 +54,7 @@ class OutputProcessor:
         """
         state = self._states[output.request_id]
         request = state.request
-        text, stopped = self._push(state, output.new_token_ids)
+        token_ids, text, stopped = self._push(state, output.new_token_ids)
         finish_reason = output.finish_reason
         ended_by_text = stopped and finish_reason != "error"
         if ended_by_text:
@@ -62,13 +62,13 @@ class OutputProcessor:
         elif finish_reason is not None:
             text += self._flush(state)
         if finish_reason is None:
-            event = StreamEvent(output.request_id, time, tuple(output.new_token_ids), text)
+            event = StreamEvent(output.request_id, time, token_ids, text)
             return event, False
         del self._states[output.request_id]
         event = StreamEvent(
             request_id=output.request_id,
             time=time,
-            token_ids=tuple(output.new_token_ids),
+            token_ids=token_ids,
             text=text,
             finish_reason=finish_reason,
             error=output.error,
@@ -79,12 +79,18 @@ class OutputProcessor:
         )
         return event, ended_by_text and output.finish_reason is None
 
-    def _push(self, state: _TextState, token_ids: list[int]) -> tuple[str, bool]:
-        delta = state.stream.push(token_ids)
+    def _push(self, state: _TextState, token_ids: list[int]) -> tuple[tuple[int, ...], str, bool]:
+        """The tokens up to the one that completes a stop string, their text, and whether there is such a one."""
         if state.stop_filter is None:
-            return delta, False
-        may_end = state.request.num_output_tokens >= state.request.sampling_params.min_tokens
-        return state.stop_filter.push(delta, may_end=may_end)
+            return tuple(token_ids), state.stream.push(token_ids), False
+        text, num_before = "", state.request.num_output_tokens - len(token_ids)
+        for count, token_id in enumerate(token_ids, 1):
+            may_end = num_before + count >= state.request.sampling_params.min_tokens
+            released, stopped = state.stop_filter.push(state.stream.push([token_id]), may_end=may_end)
+            text += released
+            if stopped:
+                return tuple(token_ids[:count]), text, True
+        return tuple(token_ids), text, False
 
     def _flush(self, state: _TextState) -> str:
         """What was held back: the text of an unfinished character, and what might have begun a stop string."""

@@ -142,6 +142,8 @@ def _check(runs: Sequence[ComparableRun], run_ids: tuple[int, ...]) -> None:
     if repeated:
         raise ServeLabError(f"{_names(repeated)} given more than once; name each run once")
     for run in runs:
+        if run.kind == "certificate":
+            raise ServeLabError(f"run #{run.run_id} is a certificate of speculation; it has no figures to compare")
         if run.kind != "serve":
             lab, page = _LABS[run.kind]
             raise ServeLabError(f"run #{run.run_id} is the {lab} lab's; the {page} page compares such runs")

@@ -62,6 +62,7 @@ class Flight:
         last = self.last
         if last is None or last.finish_reason is None:
             raise RuntimeError(f"request {self.request_id} has not ended")
+        counts = last.speculation
         return RequestStats(
             request_id=self.request_id,
             index=self.request.index,
@@ -83,6 +84,9 @@ class Flight:
             token_ids=tuple(self.token_ids),
             parent_id=self.parent_id,
             priority=self.request.priority,
+            num_rounds=counts.num_rounds if counts else None,
+            num_draft_tokens=counts.num_draft_tokens if counts else None,
+            num_accepted_tokens=counts.num_accepted_tokens if counts else None,
         )
 
 

@@ -53,6 +53,8 @@ class BlockMap:
             self._lose(event)
         elif kind == "copy":
             self._copy(event)
+        elif kind == "give_back":
+            self._give_back(event)
         else:
             assert kind == "slide", kind
             self._slide(event)
@@ -90,6 +92,12 @@ class BlockMap:
         blocks = self.held[event.request_id][event.group]
         begin = blocks.index(event.block_ids[0])
         blocks[begin : begin + len(event.block_ids)] = [NULL_BLOCK] * len(event.block_ids)
+
+    def _give_back(self, event: BlockEvent) -> None:
+        """A request has given up its last blocks."""
+        assert event.request_id is not None
+        blocks = self.held[event.request_id][event.group]
+        del blocks[blocks.index(event.block_ids[0]) :]
 
     def _release(self, event: BlockEvent) -> None:
         """A request has given up all blocks."""

@@ -112,6 +112,14 @@ class KVSums(FilledBlockMap):
             self._let_go(block_id, self._slots_passed(part, event.group, index))
         super()._slide(event)
 
+    def _give_back(self, event: BlockEvent) -> None:
+        assert event.request_id is not None
+        part = self._parts[event.request_id]
+        begin = self.held[event.request_id][event.group].index(event.block_ids[0])
+        for index, block_id in enumerate(event.block_ids, begin):
+            self._let_go(block_id, self._slots_passed(part, event.group, index))
+        super()._give_back(event)
+
     def _find(self, event: BlockEvent) -> None:
         self._num_evictable += self._num_idle(set(event.block_ids) - self.cached)
         super()._find(event)

@@ -16,6 +16,8 @@ A chunk is zlib data over, in little-endian order:
     u8 columns: kind of an entry [num_entries]; kind of an event, KV group of an event [num_events each]; KV group of a list
         of the key frame [num_lists]; 1 where there is a key frame, else 0
 
+With speculation, an entry's tokens are those whose KV its step leaves behind: drafts that were accepted, not the rejected ones.
+
 Columns compress far better than rows: a steady batch repeats itself from step to step. So do differences of block ids: a
 pool hands out runs of them, and most of a full cache are neighbours.
 

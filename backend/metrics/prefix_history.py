@@ -199,6 +199,12 @@ class PrefixHistory(FilledBlockMap):
         if None not in places:
             super()._slide(event)
 
+    def _give_back(self, event: BlockEvent) -> None:
+        assert event.request_id is not None
+        places = [self._holders.get(block_id, {}).pop(event.request_id, None) for block_id in event.block_ids]
+        if None not in places:
+            super()._give_back(event)
+
     def _release(self, event: BlockEvent) -> None:
         request_id = event.request_id
         assert request_id is not None

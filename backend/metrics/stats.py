@@ -38,7 +38,7 @@ class StepStats:
     process_ms: float  # from its result to its end: text, records
     num_scheduled_requests: int
     num_prefill_tokens: int  # prompt tokens computed, recomputation after a preemption included
-    num_decode_tokens: int
+    num_decode_tokens: int  # computed, drafts among them whether they were accepted or not
     num_output_tokens: int  # tokens emitted by this step
     num_running: int
     num_waiting: int
@@ -87,6 +87,10 @@ class RequestStats:
     token_ids: tuple[int, ...] | None
     parent_id: str | None = None  # the prompt whose sample it is; None for the only one of its prompt
     priority: int = 0  # as it was asked for; lower first, where the target heeds it
+    # Of speculation, counted by what was delivered; None without it. Rounds are steps in which something was drafted for it.
+    num_rounds: int | None = None
+    num_draft_tokens: int | None = None
+    num_accepted_tokens: int | None = None  # drafted ones that are part of the output
 
 
 @dataclass(frozen=True, slots=True)

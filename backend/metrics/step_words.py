@@ -30,6 +30,7 @@ def step_sentences(step: LedgerStep, name: Callable[[str], str] = str) -> list[s
     took: dict[str, int] = {}
     back: dict[str, int] = {}
     slid: dict[str, int] = {}
+    given_back: dict[str, int] = {}
     counts: dict[str, int] = dict.fromkeys(("evict", "cache", "uncache", "copy", "swap_out"), 0)
     forgot_all = False
     for event in step.events:
@@ -46,9 +47,10 @@ def step_sentences(step: LedgerStep, name: Callable[[str], str] = str) -> list[s
             blocks[event.request_id] = blocks.get(event.request_id, 0) + sum(map(bool, event.block_ids))
         elif event.kind == "copy":
             counts["copy"] += 1
-        elif event.kind == "slide":
+        elif event.kind in ("slide", "give_back"):
             assert event.request_id is not None
-            slid[event.request_id] = slid.get(event.request_id, 0) + len(event.block_ids)
+            blocks = slid if event.kind == "slide" else given_back
+            blocks[event.request_id] = blocks.get(event.request_id, 0) + len(event.block_ids)
         else:
             counts[event.kind] += len(event.block_ids)
             forgot_all |= event.kind == "uncache" and not event.block_ids
@@ -65,6 +67,9 @@ def step_sentences(step: LedgerStep, name: Callable[[str], str] = str) -> list[s
         sentences.append(f"{_requests(ended['free'], name)} gave back all blocks.")
     if slid:
         sentences.append(f"{_requests([*slid], name)} gave back {_blocks(sum(slid.values()))} behind the window.")
+    if given_back:
+        blocks = _blocks(sum(given_back.values()))
+        sentences.append(f"{_requests([*given_back], name)} gave back {blocks} that only rejected drafts had reached.")
     if forgot_all:
         sentences.append("The prefix cache was emptied.")
     if counts["uncache"]:

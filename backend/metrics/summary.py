@@ -100,8 +100,8 @@ def summarize(
         swapped_out_bytes=moved.out_bytes if moved else None,
         swapped_in_bytes=moved.in_bytes if moved else None,
         prefix_cache_hit_rate=_hit_rate(measured),
-        draft_acceptance_rate=None,
-        mean_acceptance_length=None,
+        draft_acceptance_rate=draft_acceptance_rate(finished),
+        mean_acceptance_length=mean_acceptance_length(finished),
         peak_memory_bytes=peak_memory_bytes,
     )
 
@@ -131,6 +131,20 @@ def _hit_rate(requests: Iterable[RequestStats]) -> float | None:
     looked_up = [it for it in requests if it.num_cached_tokens is not None and it.num_prompt_tokens]
     num_tokens = sum(it.num_prompt_tokens or 0 for it in looked_up)
     return sum(it.num_cached_tokens or 0 for it in looked_up) / num_tokens if num_tokens else None
+
+
+def draft_acceptance_rate(requests: Iterable[RequestStats]) -> float | None:
+    """Accepted / drafted tokens, 0..1; None where nothing was drafted."""
+    drafted = [it for it in requests if it.num_draft_tokens]
+    num_drafted = sum(it.num_draft_tokens or 0 for it in drafted)
+    return sum(it.num_accepted_tokens or 0 for it in drafted) / num_drafted if num_drafted else None
+
+
+def mean_acceptance_length(requests: Iterable[RequestStats]) -> float | None:
+    """1 + accepted tokens / rounds; None where there was no round."""
+    speculated = [it for it in requests if it.num_rounds]
+    num_rounds = sum(it.num_rounds or 0 for it in speculated)
+    return 1 + sum(it.num_accepted_tokens or 0 for it in speculated) / num_rounds if num_rounds else None
 
 
 def _sum_known(values: Iterable[int | None]) -> int | None:

@@ -23,7 +23,10 @@ _LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
 class Purpose(IntEnum):
     """What a draw is for: one position may need several that must not depend on each other."""
 
-    TOKEN = 0
+    TOKEN = 0  # the token itself, of plain decoding and after a draft that was accepted whole
+    DRAFT = 1  # a draft's token
+    ACCEPT = 2  # whether a draft's token is taken
+    RECOVERED = 3  # the token in place of one that is not
 
 
 def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:

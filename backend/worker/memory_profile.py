@@ -79,7 +79,9 @@ def _profile_run(
     )
     others = max(0, len(shape.layer_groups) - 1)
     metadata = metadata.with_groups([metadata.block_table] * others, [metadata.slot_mapping] * others)
-    rows = min(max_num_seqs, num_tokens)
+    speculative = config.speculative
+    drafts = speculative.num_speculative_tokens if speculative.method != "none" else 0
+    rows = min(max_num_seqs * (1 + drafts), num_tokens)
     sampled = SamplingParams(temperature=1.0, top_p=0.9)
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     held = torch.cuda.memory_allocated(device)

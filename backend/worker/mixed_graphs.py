@@ -83,10 +83,17 @@ class MixedGraphs:
             on_progress()
 
     def fits(self, step: StepInput) -> bool:
-        return step.num_reqs <= self._max_num_reqs and self._size(len(step.token_ids)) is not None
+        num_rows = max(step.num_reqs, len(step.logits_indices))
+        return num_rows <= self._max_num_reqs and self._size(len(step.token_ids)) is not None
 
-    def replay(self, step: StepInput, buffers: HostBuffers) -> DecodeOutput:
-        """Start a step; the output has a row for each sampled request, in order."""
+    def replay(
+        self, step: StepInput, buffers: HostBuffers, fill: Callable[[Tensor], None] = lambda token_ids: None
+    ) -> DecodeOutput:
+        """Start a step; the output has a row for each of its `logits_indices`, in order.
+
+        Args:
+            fill: gets the step's tokens on the device, int64, and may put some there that the host does not know.
+        """
         num_tokens, num_reqs, num_sampled = len(step.token_ids), step.num_reqs, len(step.sampled_rows)
         size = self._size(num_tokens)
         assert size is not None
@@ -109,6 +116,7 @@ class MixedGraphs:
         self._inputs[:fixed].copy_(remote[:fixed])
         entries = remote[fixed:].view(torch.int32).view(step.block_tables.shape)
         self._block_tables[:, :num_reqs, : step.block_tables.shape[2]].copy_(entries)
+        fill(graph.tensors.token_ids)
         graph.graph.replay()
         return DecodeOutput(graph.output.logits[:num_sampled], graph.output.outcomes[:num_sampled])
 

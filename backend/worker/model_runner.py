@@ -27,7 +27,7 @@ from backend.worker.decoders import StepDecoder, make_decoder
 from backend.worker.input_batch import InputBatch, StepInput
 from backend.worker.kv_cache import KVCacheShape
 from backend.worker.memory_profile import free_after_profile_run
-from backend.worker.step_tensors import HostBuffers, to_device
+from backend.worker.step_tensors import HostBuffers, StepTensors, to_device
 from backend.worker.token_download import TokenDownload
 from kernels.reference.record_tokens import record_tokens as reference_record_tokens
 
@@ -40,6 +40,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 class ModelRunner:
     """Owns every tensor of the engine. Built, used and shut down on one thread."""
+
+    _batch_class: type[InputBatch] = InputBatch
 
     def __init__(self, config: EngineConfig) -> None:
         """Args:
@@ -146,11 +148,14 @@ class ModelRunner:
         """
         max_num_seqs, block_size = self._config.scheduler.max_num_seqs, self._config.cache.block_size
         assert max_num_seqs is not None
-        self._layer_caches = self.kv_cache_shape.allocate(num_blocks, self._device)
+        self._allocate_caches(num_blocks)
         if self._config.scheduler.preemption == "swap" and self._config.cache.layout == "paged":
-            self._host_blocks = HostBlocks.allocate(self._config, self.kv_groups[0], DeviceBlocks(self._layer_caches))
+            self._host_blocks = HostBlocks.allocate(self._config, self.kv_groups[0], DeviceBlocks(self._all_caches))
         self._sampled_token_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)
-        self._batch = InputBatch(max_num_seqs, max_model_len, block_size, len(self.layer_groups))
+        self._batch = self._batch_class(max_num_seqs, max_model_len, block_size, len(self.layer_groups))
+
+    def _allocate_caches(self, num_blocks: int) -> None:
+        self._layer_caches = self.kv_cache_shape.allocate(num_blocks, self._device)
 
     def capture_cuda_graphs(self, max_model_len: int, on_progress: Callable[[int, int], None]) -> None:
         """Capture the graphs of steps, if this engine has any; `on_progress` gets graphs done and in all.
@@ -198,22 +203,26 @@ class ModelRunner:
             if not scheduled.num_scheduled_tokens:
                 batch.update(scheduled)
                 return FinishedOutput(ModelRunnerOutput({}))  # a step that could only preempt
-            request_ids, outcomes = self._start(batch, scheduled)
+            return self._run(batch, scheduled)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"the GPU ran out of memory in a step of {scheduled.total_num_scheduled_tokens:,} tokens; lower "
                 "cache.gpu_memory_utilization or scheduler.max_num_batched_tokens"
             ) from error
+
+    def _run(self, batch: InputBatch, scheduled: SchedulerOutput) -> PendingOutput:
+        """A step with tokens."""
+        request_ids, outcomes = self._start(batch, scheduled)
         return TokenDownload(request_ids, outcomes, self._downloads, self._not_finite)
 
     def _move_blocks(self, scheduled: SchedulerOutput) -> None:
         """Whatever the step then writes is queued behind it."""
         if self._host_blocks is not None:
-            pool = DeviceBlocks(self._layer_caches)
+            pool = DeviceBlocks(self._all_caches)
             self._transfer.copy(scheduled.swapped_out, pool, self._host_blocks)
             self._transfer.copy(scheduled.swapped_in, self._host_blocks, pool)
         if scheduled.block_copies:
-            copy_blocks(self._layer_caches, scheduled.block_copies)
+            copy_blocks(self._all_caches, scheduled.block_copies)
 
     def _start(self, batch: InputBatch, scheduled: SchedulerOutput) -> tuple[list[str], Tensor]:
         """The requests that the step samples, and what becomes of each: see `_sample`."""
@@ -227,7 +236,10 @@ class ModelRunner:
                     return step.request_ids, output.outcomes
                 return step.request_ids, self._sample(output.logits, step.sampling, self._upload(step.rows))
         batch.update(scheduled)
-        step = batch.build(scheduled)
+        return self._carry_out(batch.build(scheduled))
+
+    def _carry_out(self, step: StepInput) -> tuple[list[str], Tensor]:
+        graphs = self._decode_graphs
         if graphs is not None:
             if graphs.fits(step):
                 return step.sampled_request_ids, self._replay(graphs, step)
@@ -254,34 +266,47 @@ class ModelRunner:
         return torch.from_numpy(array).to(self._device)
 
     def _forward(self, step: StepInput) -> Tensor:
-        decoder, attention, sampled_token_ids = self._decoder, self._attention, self._sampled_token_ids
-        assert decoder is not None
-        assert attention is not None
-        assert sampled_token_ids is not None
         tensors = to_device(step, self._uploads, self._device)
-        hidden = decoder.forward(
-            tensors.token_ids, tensors.token_rows, sampled_token_ids, self._layer_caches, tensors.metadata, attention
-        )
+        hidden = self._hidden(tensors)
         if not step.sampled_request_ids:
             return tensors.sampled_rows
-        logits = decoder.compute_logits(hidden[tensors.logits_indices])
-        return self._sample(logits, step.sampling, tensors.sampled_rows)
+        return self._sample(self._logits(hidden[tensors.logits_indices]), step.sampling, tensors.sampled_rows)
+
+    def _hidden(self, tensors: StepTensors) -> Tensor:
+        """What the decoder gives for a step's tokens, [num_tokens, hidden]."""
+        assert self._decoder is not None
+        assert self._attention is not None
+        tokens = (tensors.token_ids, tensors.token_rows, self._last_tokens)
+        return self._decoder.forward(*tokens, self._layer_caches, tensors.metadata, self._attention)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        assert self._decoder is not None
+        return self._decoder.compute_logits(hidden)
+
+    @property
+    def _all_caches(self) -> list[LayerCache]:
+        """Everything that a block holds."""
+        return self._layer_caches
+
+    @property
+    def _last_tokens(self) -> Tensor:
+        assert self._sampled_token_ids is not None
+        return self._sampled_token_ids
 
     def _sample(self, logits: Tensor, sampling: SamplingMetadata | None, rows: Tensor) -> Tensor:
         """Each row's token, int64, or -1 where its logits are not finite. It becomes the last one of its request."""
-        assert self._sampled_token_ids is not None
         if sampling is None:
             token_ids, finite = self._sampling_ops.greedy_tokens(logits)
         else:
             sampled = self._sampler(logits, sampling)
             token_ids, finite = sampled.token_ids, sampled.finite
-        return self._record_tokens(token_ids, finite, rows, self._sampled_token_ids)
+        return self._record_tokens(token_ids, finite, rows, self._last_tokens)
 
     def memory(self) -> MemoryUse:
         """Bytes held now. Safe from any thread."""
         on_cuda = self._device.type == "cuda"
         # Layers of different KV groups share tensors.
-        kv_tensors = {tensor.data_ptr(): tensor for cache in self._layer_caches for tensor in cache.tensors()}
+        kv_tensors = {tensor.data_ptr(): tensor for cache in self._all_caches for tensor in cache.tensors()}
         return MemoryUse(
             weights_bytes=self._loaded.weights_bytes if self._loaded else 0,
             kv_cache_bytes=sum(tensor.nbytes for tensor in kv_tensors.values()),

@@ -29,14 +29,14 @@ class StepTensors:
 class HostBuffers:
     """Page-locked memory in turn, so that copies from it need not be waited for. On a CPU: plain memory."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_buffers: int = NUM_BUFFERS) -> None:
         self._pinned = device.type == "cuda"
-        self._buffers = [self._allocate(2**20) for _ in range(NUM_BUFFERS)]
+        self._buffers = [self._allocate(2**20) for _ in range(num_buffers)]
         self._turn = 0
 
     def next(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], free to be written until `NUM_BUFFERS` further calls."""
-        self._turn = (self._turn + 1) % NUM_BUFFERS
+        """uint8 [num_bytes], free to be written until `num_buffers` further calls."""
+        self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[self._turn]
         if buffer.numel() < num_bytes:
             buffer = self._buffers[self._turn] = self._allocate(2 * num_bytes)

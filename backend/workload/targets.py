@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from backend.sampling_params import SamplingParams
 
@@ -16,6 +16,14 @@ class Prompt:
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     chat: bool = False
+
+
+class SpeculationCounts(NamedTuple):
+    """Of one request, counted by what was delivered."""
+
+    num_rounds: int  # steps in which some of its tokens were drafted
+    num_draft_tokens: int
+    num_accepted_tokens: int  # of the drafted ones, those that were delivered
 
 
 @dataclass(slots=True)
@@ -36,6 +44,9 @@ class StreamEvent:
     num_cached_tokens: int | None = None
     num_preemptions: int | None = None
     scheduled_time: float | None = None
+    # With speculation, for each of `token_ids` where it comes from: "accepted", "recovered", "bonus" or "plain". Else None.
+    origins: list[str] | None = None
+    speculation: SpeculationCounts | None = None  # on the last event, with speculation
 
 
 class Target(Protocol):

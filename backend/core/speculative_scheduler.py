@@ -1,0 +1,145 @@
+"""`SpeculativeScheduler`: requests that decode may have drafts verified behind their last token.
+
+A request that needs a single token is scheduled that token, and the right to so many drafts behind it: what the step's budget
+and the pool have left once everybody else is served. So drafts go before anybody is preempted, turned away or held up. The
+worker drafts at most that many, verifies them in the same step and says which were accepted.
+
+`num_computed_tokens` counts the last token and what was accepted, never a draft under way: KV of rejected drafts is written
+over by what comes next, and is not hashed into the prefix cache. Blocks that only rejected drafts reached go back at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backend.core.draft_length import AdaptiveLength
+from backend.core.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, TokenOrigin
+from backend.core.scheduler import Scheduler
+from backend.core.step_plan import StepPlan
+from backend.request import FinishReason, Request
+
+
+class SpeculativeScheduler(Scheduler):
+    """As `Scheduler`; a step needs the result of the one before, for a round tells how far its request has come.
+
+    Args:
+        num_speculative_tokens: most drafts of a request in one step.
+        length: how many of them are worth it for a request; None: always all.
+        max_batch: nobody drafts in a step in which more requests decode; None: however many.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        num_speculative_tokens: int,
+        length: AdaptiveLength | None = None,
+        max_batch: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_speculative_tokens = num_speculative_tokens
+        self._length = length
+        self._max_batch = max_batch
+        self._num_kept_blocks: dict[str, int] = {}  # since the last step, of requests that gave some back
+
+    def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
+        if not scheduled.num_scheduled_tokens:
+            return []
+        step, requests = self._in_flight.popleft()
+        if step != scheduled.step:
+            raise RuntimeError(f"the result of step {scheduled.step} came before that of step {step}")
+        sampled, rounds = output.sampled_token_ids, output.rounds
+        verified = (
+            dict(zip(rounds.request_ids, zip(rounds.num_draft_tokens, rounds.num_accepted, strict=True), strict=True))
+            if rounds
+            else {}
+        )
+        granted = scheduled.num_draft_tokens or {}
+        outputs = []
+        for request in requests:
+            if request.status == "finished":
+                continue
+            request_id = request.request_id
+            request.num_placeholder_tokens -= 1
+            token_ids = sampled.get(request_id)
+            if token_ids is None:
+                self._finish(request, "error")
+                outputs.append(RequestOutput(request_id, [], "error", output.errors[request_id]))
+                continue
+            request.num_computed_tokens += len(token_ids) - 1  # the accepted ones: the last has not run yet
+            new_token_ids, reason = request.append(token_ids)
+            if reason is not None:
+                self._finish(request, reason)
+            elif request_id in granted:
+                self._settle(request)
+            num_draft_tokens, num_accepted = verified.get(request_id, (0, 0))
+            if num_draft_tokens and self._length is not None:
+                self._length.learn(request, num_draft_tokens, num_accepted)
+            origins = _origins(num_draft_tokens, num_accepted)
+            outputs.append(RequestOutput(request_id, new_token_ids, reason, None, origins, num_draft_tokens))
+        return outputs
+
+    def _settle(self, request: Request) -> None:
+        """After a round of a request that goes on."""
+        if request.num_computed_tokens >= request.next_cache_at:
+            self.kv_cache_manager.cache_blocks(request)
+        num_kept = self.kv_cache_manager.give_back_lookahead(request)
+        if num_kept is not None:
+            self._num_kept_blocks[request.request_id] = num_kept
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        super()._finish(request, reason)
+        self._num_kept_blocks.pop(request.request_id, None)
+
+    def _to_output(self, plan: StepPlan) -> SchedulerOutput:
+        granted = self._grant_drafts(plan)
+        output = super()._to_output(plan)
+        if granted:
+            output.num_draft_tokens = granted
+        if self._num_kept_blocks and (plan.num_tokens or plan.preempted):
+            output.num_kept_blocks, self._num_kept_blocks = self._num_kept_blocks, {}
+        return output
+
+    def _grant_drafts(self, plan: StepPlan) -> dict[str, int]:
+        """How many tokens may be drafted for whom; what is left of the budget is shared out evenly."""
+        requests = [request for request, num_tokens in plan.num_tokens.items() if num_tokens == 1 and _decodes(request)]
+        granted: dict[str, int] = {}
+        if self._max_batch is not None and len(requests) > self._max_batch:
+            return granted
+        for place, request in enumerate(requests):
+            share = -(-plan.budget // (len(requests) - place))
+            # One token comes on top of the drafts, be they accepted or not.
+            num_left = request.max_num_tokens - len(request.token_ids) - 1
+            most = self._length.limit(request) if self._length else self._num_speculative_tokens
+            num_drafts = self._reserve(plan, request, min(most, num_left, share))
+            if num_drafts:
+                plan.budget -= num_drafts
+                granted[request.request_id] = num_drafts
+        return granted
+
+    def _reserve(self, plan: StepPlan, request: Request, num_drafts: int) -> int:
+        """Take blocks for so many drafts behind the token of a request; for how many there is room."""
+        num_tokens = request.num_computed_tokens + 1
+        if num_drafts <= 0 or num_tokens + num_drafts <= request.num_slots:
+            return max(0, num_drafts)
+        allocation = self.kv_cache_manager.allocate_slots(request, 1, num_drafts)
+        if allocation is None:
+            return request.num_slots - num_tokens
+        plan.add(request, 0, allocation.block_ids)
+        return num_drafts
+
+
+def _decodes(request: Request) -> bool:
+    """Whether a single token of a request is its last one, and of its output."""
+    num_tokens = len(request.token_ids)
+    return (
+        request.num_placeholder_tokens == 0
+        and request.num_computed_tokens == num_tokens - 1 >= request.num_prompt_tokens
+    )
+
+
+def _origins(num_draft_tokens: int, num_accepted: int) -> list[TokenOrigin]:
+    if num_draft_tokens == 0:
+        return ["plain"]
+    accepted: list[TokenOrigin] = ["accepted"] * num_accepted
+    return [*accepted, "bonus" if num_accepted == num_draft_tokens else "recovered"]

@@ -1,0 +1,201 @@
+"""The certificate: whether speculation gives what plain decoding gives, on this model, with this proposer and these settings.
+
+Greedy: the same tokens, prompt by prompt. Where reduction orders may depend on the batch, a first divergence is excused if the
+two best logits lie closer than a stated bound; it is listed with its gap. Sampled: samples of a few prompts by both, with seeds
+of their own, are tested for one joint distribution of three tokens. Those are output positions 1 to 3: the first token comes out
+of the prompt and is never drafted, the three behind it come from rounds, accepted, recovered and bonus alike.
+
+An engine that speculates on none of those tokens has shown nothing: its certificate is inconclusive. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from backend.errors import ConfigError, DatabaseError
+from backend.experiments.certificate_config import CertificateConfig
+from backend.experiments.homogeneity import Homogeneity, compare_samples
+from backend.sampling_params import MAX_SAMPLES, SamplingParams
+
+CHUNK_KIND = "certificate"  # of the ledger chunk that holds a verdict
+NUM_TOKENS = 3
+FIRST = 1  # output position of the first of them
+NO_TOKEN = -1  # behind the end of a text
+_VERSION = 1
+
+Result = Literal["exact", "rejected", "inconclusive"]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt and how to answer it; `sampling.n` answers."""
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    token_ids: tuple[int, ...]
+    origins: tuple[str, ...]  # of each token: "accepted", "recovered", "bonus" or "plain"
+
+
+# Questions -> an answer for each, or for each sample of each, in their order.
+Decoder = Callable[[Sequence[Question]], list[Answer]]
+# Tokens of a prompt and an answer so far -> the difference of the two best logits behind them.
+LogitGap = Callable[[Sequence[int]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """One prompt decoded greedily by both.
+
+    Attributes:
+        num_tokens: of the plain answer.
+        divergence: output position of the first difference; None: there is none.
+        logit_gap: of plain decoding there.
+        excused: the gap is below the bound.
+    """
+
+    prompt: int
+    num_tokens: int
+    divergence: int | None = None
+    logit_gap: float | None = None
+    excused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Attributes:
+    result: "exact": nothing speaks against it. "rejected": `reasons` say what does. "inconclusive": nothing was drafted.
+    logit_gap_bound: None: equal tokens were demanded bit for bit.
+    origins: of all tokens that speculation gave, and of those that were compared in distribution.
+    """
+
+    result: Result
+    reasons: list[str]
+    greedy: list[Greedy]
+    logit_gap_bound: float | None
+    sampled: Homogeneity
+    origins: dict[str, int]
+    sampled_origins: dict[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain data, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
+        """The inverse of `to_dict`."""
+        greedy = [Greedy(**each) for each in data["greedy"]]
+        return cls(**{**data, "greedy": greedy, "sampled": Homogeneity(**data["sampled"])})
+
+    def encode(self) -> bytes:
+        """For a ledger chunk."""
+        return zlib.compress(json.dumps({"version": _VERSION, "verdict": self.to_dict()}).encode())
+
+
+def read_verdict(data: bytes) -> Verdict:
+    """The inverse of `Verdict.encode`. Raises `DatabaseError` where it is damaged or written by a newer version."""
+    try:
+        document = json.loads(zlib.decompress(data))
+        version = document["version"]
+        if version == _VERSION:
+            return Verdict.from_dict(document["verdict"])
+    except (zlib.error, ValueError, TypeError, KeyError) as error:
+        raise DatabaseError(f"a certificate is damaged: {error}") from None
+    raise DatabaseError(f"a certificate of version {version} is newer than this program, which reads {_VERSION}")
+
+
+def certify(
+    config: CertificateConfig,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    plain: Decoder,
+    speculative: Decoder,
+    logit_gap: LogitGap,
+    logit_gap_bound: float | None,
+) -> Verdict:
+    """Ask both decoders and compare: `speculative` once, `plain` once, then `logit_gap` at divergences.
+
+    Args:
+        prompts: the first `config.num_sampled_prompts` of them, or as many as there are, are sampled.
+        logit_gap_bound: None: no divergence is excused, and `logit_gap` is only told.
+    Raises:
+        ConfigError: there is no prompt, or too few samples for each.
+    """
+    if not prompts:
+        raise ConfigError("there is no prompt to ask")
+    sampled = prompts[: config.num_sampled_prompts]
+    num_samples = config.num_samples // len(sampled)
+    greedy_questions = [
+        Question(prompt, SamplingParams(max_tokens=config.max_tokens, seed=config.seed)) for prompt in prompts
+    ]
+    other_answers, answers = (
+        decoder([*greedy_questions, *_sample_questions(config, sampled, num_samples, half)])
+        for half, decoder in enumerate((speculative, plain))
+    )
+    greedy = [
+        _compare_greedy(index, prompt, answers[index], other_answers[index], logit_gap, logit_gap_bound)
+        for index, prompt in enumerate(prompts)
+    ]
+    samples = [[_window(answer.token_ids) for answer in each[len(prompts) :]] for each in (answers, other_answers)]
+    strata = [
+        (samples[0][start : start + num_samples], samples[1][start : start + num_samples])
+        for start in range(0, num_samples * len(sampled), num_samples)
+    ]
+    homogeneity = compare_samples(strata, config.significance)
+    origins = Counter(origin for answer in other_answers for origin in answer.origins)
+    compared = Counter(
+        origin for answer in other_answers[len(prompts) :] for origin in answer.origins[FIRST : FIRST + NUM_TOKENS]
+    )
+    reasons = [
+        f"prompt {each.prompt}: greedy tokens differ from output position {each.divergence} on, where the two best logits lie "
+        f"{each.logit_gap:.3g} apart"
+        for each in greedy
+        if each.divergence is not None and not each.excused
+    ]
+    reasons += [f"sampled tokens: {reason}" for reason in homogeneity.rejections]
+    result: Result = "rejected" if reasons else "exact"
+    if not reasons and not compared["accepted"] + compared["recovered"]:
+        result = "inconclusive"
+        reasons = ["none of the tokens that were compared in distribution had been drafted"]
+    return Verdict(result, reasons, greedy, logit_gap_bound, homogeneity, dict(origins), dict(compared))
+
+
+def _sample_questions(
+    config: CertificateConfig, prompts: Sequence[tuple[int, ...]], num_samples: int, half: int
+) -> list[Question]:
+    """Of one decoder: every answer has a seed that no other answer has, of this decoder or of the other one."""
+    questions = []
+    for prompt in prompts:
+        for start in range(0, num_samples, MAX_SAMPLES):
+            seed = config.seed + 1 + 2 * len(questions) + half
+            sampling = config.sampling.model_copy(
+                update={"n": min(MAX_SAMPLES, num_samples - start), "seed": seed, "max_tokens": FIRST + NUM_TOKENS}
+            )
+            questions.append(Question(prompt, sampling))
+    return questions
+
+
+def _window(token_ids: Sequence[int]) -> tuple[int, ...]:
+    window = tuple(token_ids[FIRST : FIRST + NUM_TOKENS])
+    return window + (NO_TOKEN,) * (NUM_TOKENS - len(window))
+
+
+def _compare_greedy(
+    index: int, prompt: tuple[int, ...], plain: Answer, other: Answer, logit_gap: LogitGap, bound: float | None
+) -> Greedy:
+    num_tokens = len(plain.token_ids)
+    if plain.token_ids == other.token_ids:
+        return Greedy(index, num_tokens)
+    pairs = zip(plain.token_ids, other.token_ids, strict=False)
+    shorter = min(num_tokens, len(other.token_ids))
+    divergence = next((place for place, (a, b) in enumerate(pairs) if a != b), shorter)
+    gap = logit_gap((*prompt, *plain.token_ids[:divergence]))
+    return Greedy(index, num_tokens, divergence, gap, bound is not None and gap < bound)

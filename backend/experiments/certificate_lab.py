@@ -1,0 +1,218 @@
+"""A certificate of two engines, plain and speculative, one after the other, as one run of the queue. No torch at module level."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from backend.config import EngineConfig
+from backend.errors import ConfigError, EngineError
+from backend.experiments.certificate import CHUNK_KIND, Answer, Question, Verdict, certify
+from backend.experiments.certificate_config import DEFAULT_NUM_SAMPLES, DEFAULT_PROMPTS, CertificateConfig
+from backend.experiments.text_pass import TextModel, load_text_model
+from backend.metrics.environment import environment
+from backend.metrics.stats import Phase, RunEnd, RunStart, StatsSink
+from backend.models.sources import ensure_model, resolve_source
+from backend.workload.files import kind_of, read_objects, value_at
+
+if TYPE_CHECKING:
+    from backend.engine.llm_engine import LLMEngine
+    from backend.engine.loading import LoadedEngine
+
+MAX_PROMPTS = 1000
+# Below which a difference of the two best logits may be turned around by the order of sums.
+LOGIT_GAP_BOUNDS = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.5}
+
+
+class _Cancelled(Exception):
+    """Leaves an engine's work from within."""
+
+
+def check_lab(config: CertificateConfig) -> None:
+    """Find what would fail the run and is known without the model. Raises `ModelError` or `ConfigError`."""
+    from backend.models.sources import is_pullable
+
+    _ = config.plain_engine
+    read_prompts(config)
+    if not is_pullable(config.model):
+        resolve_source(config.model)
+
+
+def read_prompts(config: CertificateConfig) -> list[str]:
+    """Raises `ConfigError` for a file that cannot be read or holds no prompt."""
+    if config.prompts is None:
+        return list(DEFAULT_PROMPTS)
+    prompts = []
+    for where, record in read_objects(config.prompts, "the key 'prompt'"):
+        prompt = value_at(record, "prompt", where)
+        if not isinstance(prompt, str) or not prompt:
+            raise ConfigError(f"{where}: 'prompt' is {kind_of(prompt) if prompt != '' else 'empty'}; expected a text")
+        prompts.append(prompt)
+        if len(prompts) > MAX_PROMPTS:
+            raise ConfigError(f"{config.prompts} holds more than {MAX_PROMPTS:,} prompts")
+    if not prompts:
+        raise ConfigError(f"{config.prompts} holds no prompt")
+    return prompts
+
+
+def run_lab(config: CertificateConfig, sink: StatsSink, cancel: threading.Event) -> RunEnd:
+    """Certify, and give the verdict to the sink as a chunk; returns within a step of an engine after `cancel`.
+
+    A verdict other than "exact" is the error of a run that has finished.
+
+    Raises:
+        ServeLabError: an engine cannot be loaded, or does not answer.
+    """
+    try:
+        verdict = _Lab(config, sink, cancel).run()
+    except _Cancelled:
+        return RunEnd("cancelled", time.perf_counter())
+    sink.on_chunk(CHUNK_KIND, verdict.encode, 0, 0)
+    error = None if verdict.result == "exact" else f"{verdict.result}: {'; '.join(verdict.reasons)}"
+    return RunEnd("finished", time.perf_counter(), error=error)
+
+
+def answer_questions(
+    engine: LLMEngine,
+    questions: Sequence[Question],
+    *,
+    max_requests: int | None = None,
+    on_step: Callable[[int], None] = lambda num_answers: None,
+) -> list[Answer]:
+    """Drive an engine that has nothing else to do until all is answered.
+
+    Args:
+        max_requests: that it has at once; None: it takes of all of them what it can.
+        on_step: called after every step with the number of answers that are complete.
+    Raises:
+        RequestError: a question cannot be served.
+        EngineError: one was not answered to its end.
+    """
+    if max_requests is not None:  # the samples of a prompt come all at once
+        questions = [
+            Question(question.token_ids, question.sampling.sample(index))
+            for question in questions
+            for index in range(question.sampling.n)
+        ]
+    waiting = deque(enumerate(questions))
+    token_ids: dict[str, list[int]] = {}
+    origins: dict[str, list[str]] = {}
+    num_open = num_answers = 0
+    while num_open or waiting:
+        while waiting and (max_requests is None or num_open < max_requests):
+            index, question = waiting.popleft()
+            prompt, sampling = list(question.token_ids), question.sampling
+            engine.check_request(prompt, sampling)
+            for request_id in engine.add_request(str(index), prompt, sampling, time.perf_counter()):
+                token_ids[request_id], origins[request_id] = [], []
+                num_open += 1
+        for event in engine.step():
+            request_id, count = event.request_id, len(event.token_ids)
+            token_ids[request_id] += event.token_ids
+            origins[request_id] += (event.origins or ["plain"] * count)[:count]
+            if event.finish_reason is not None:
+                if event.finish_reason not in ("stop", "length"):
+                    raise EngineError(event.error or f"a request ended by {event.finish_reason}")
+                num_open, num_answers = num_open - 1, num_answers + 1
+        on_step(num_answers)
+    return [Answer(tuple(ids), tuple(origins[request_id])) for request_id, ids in token_ids.items()]
+
+
+class LogitGaps:
+    """The difference of the two best logits behind a text, by the plain engine's model; it is loaded when first asked."""
+
+    def __init__(self, config: CertificateConfig) -> None:
+        self._config = config
+        self._model: TextModel | None = None
+
+    def __call__(self, token_ids: Sequence[int]) -> float:
+        """Raises as `load_text_model`."""
+        import torch
+
+        if self._model is None:
+            self._model = load_text_model(resolve_source(self._config.model), self._config.plain_engine)
+        with torch.inference_mode():
+            hidden = self._model.run(token_ids, self._model.allocate(len(token_ids)))
+            best, second = self._model.decoder.compute_logits(hidden[-1:])[0].float().topk(2).values.tolist()
+        return best - second
+
+
+@dataclass(slots=True)
+class _Lab:
+    config: CertificateConfig
+    sink: StatsSink
+    cancel: threading.Event
+
+    def run(self) -> Verdict:
+        from backend.tokenizer import load_tokenizer
+        from backend.worker.device import choose_device
+
+        config, engine = self.config, self.config.speculative_engine
+        self._say(Phase("pulling"))
+        source = ensure_model(config.model, self._on_pull)
+        tokenizer = load_tokenizer(source)
+        prompts = [tuple(tokenizer.encode(prompt)) for prompt in read_prompts(config)]
+        dtype = engine.resolve(device=choose_device(engine), max_model_len=2**31 - 1).model.dtype
+        return certify(
+            config,
+            prompts,
+            speculative=lambda questions: self._answer("speculative", engine, questions),
+            plain=lambda questions: self._answer("plain", config.plain_engine, questions),
+            logit_gap=LogitGaps(config),
+            logit_gap_bound=None if engine.kernels.batch_invariant else LOGIT_GAP_BOUNDS[dtype],
+        )
+
+    def _answer(self, name: str, config: EngineConfig, questions: Sequence[Question]) -> list[Answer]:
+        from backend.engine.loading import load_engine
+
+        loaded = load_engine(config, self._say)
+        total = sum(question.sampling.n for question in questions)
+        try:
+            if name == "speculative":
+                self._start(loaded)
+            # Both have the same batches, and those with speculation never too many requests for it.
+            return answer_questions(
+                loaded.engine,
+                questions,
+                max_requests=self.config.engine.speculative.max_batch,
+                on_step=lambda done: self._say(Phase(f"{name} decoding", done, total, "answers")),
+            )
+        finally:
+            loaded.engine.executor.shutdown()
+            del loaded
+            gc.collect()
+
+    def _start(self, loaded: LoadedEngine) -> None:
+        info = loaded.info
+        self.sink.on_run_start(
+            RunStart(
+                start_time=time.perf_counter(),
+                resolved_config={**self.config.to_dict(), "engine": info.resolved_config.to_dict()},
+                environment=environment(info.resolved_config.kernels.cpu_threads),
+                load={**info.load, "model": dict(info.model)},
+                notices=(*info.notices, *self._notices()),
+                cache_state={},
+                num_requests=0,
+            )
+        )
+
+    def _notices(self) -> tuple[str, ...]:
+        if self.config.num_samples >= DEFAULT_NUM_SAMPLES:
+            return ()
+        return (
+            f"{self.config.num_samples:,} samples are fewer than the {DEFAULT_NUM_SAMPLES:,} that show known faults 99 times "
+            "out of 100; one may go unnoticed.",
+        )
+
+    def _on_pull(self, what: str, done: float, total: float, unit: str) -> None:
+        self._say(Phase("pulling", done, total, unit) if total else Phase("pulling"))
+
+    def _say(self, phase: Phase) -> None:
+        if self.cancel.is_set():
+            raise _Cancelled
+        self.sink.on_phase(phase)

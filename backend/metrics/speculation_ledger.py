@@ -1,0 +1,192 @@
+"""The speculation ledger: every draft of a run, how likely its tokens were, and what became of it, in compressed chunks.
+
+A chunk is zlib data over, in little-endian order:
+
+    magic "SLSP" (4 bytes), version u8
+    num_steps u32, num_rounds u32, num_drafts u32, size of the id table u32
+    id table: JSON list of request ids, UTF-8
+    columns, one after the other:
+        of a step: its number u32, rounds u32, draft ms f32, verify ms f32 [num_steps each]
+        of a round: id table index u32, position u32, last token u32, drafted tokens u8, accepted u8, delivered u8
+        [num_rounds each]
+        of a drafted token, round by round: its id u32; probability by the target, that it is accepted, by the draft, f16 each
+        [num_drafts each]
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from backend.errors import DatabaseError
+from backend.metrics.ledger import LedgerChunk
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+
+    from backend.core.output import DraftRounds
+
+SPECULATION_KIND = "speculation"  # the `kind` of these chunks in `StatsSink.on_chunk`
+MAX_STEPS = 256  # of a chunk
+
+_MAGIC, _VERSION = b"SLSP", 1
+_HEAD = struct.Struct("<4sBIIII")
+_OF_A_STEP = ("<u4", "<u4", "<f4", "<f4")
+_OF_A_ROUND = ("<u4", "<u4", "<u4", "u1", "u1", "u1")
+_OF_A_DRAFT = ("<u4", "<f2", "<f2", "<f2")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One draft of a request and its verification. Probabilities are of the drafted tokens, to three digits."""
+
+    step: int
+    request_id: str
+    position: int  # index in the output of the first drafted token
+    draft_token_ids: tuple[int, ...]  # at least one
+    draft_probs: tuple[float, ...]  # 1 where the proposer drafts without a draw
+    target_probs: tuple[float, ...]
+    accept_probs: tuple[float, ...]
+    num_accepted: int  # leading ones of the draft
+    token_id: int  # behind those: recovered, or the bonus token of a draft that was accepted whole
+    num_emitted: int  # tokens that were delivered: one more than accepted, or fewer where the output ended among them
+    draft_ms: float  # of all rounds of the step
+    verify_ms: float
+
+
+@dataclass(slots=True)
+class _Step:
+    step: int
+    rounds: DraftRounds
+    kept: list[int]  # rows of `rounds` that are recorded
+    positions: list[int]  # of those
+    num_emitted: list[int]
+
+
+class SpeculationLedger:
+    """Collects rounds in the engine's thread, as they come: all work is left to who wants a chunk's bytes."""
+
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
+
+    def append(
+        self, step: int, rounds: DraftRounds, positions: Mapping[str, int], num_emitted: Mapping[str, int]
+    ) -> LedgerChunk | None:
+        """Add a step's rounds. Gives the chunk that is full now.
+
+        Args:
+            positions: request -> output tokens before the step; rounds of others, which had ended, are left out.
+            num_emitted: request -> output tokens of the step; rounds of others, which failed, are left out.
+        """
+        ids = rounds.request_ids
+        kept = [row for row, request_id in enumerate(ids) if request_id in positions and request_id in num_emitted]
+        self._steps.append(
+            _Step(step, rounds, kept, [positions[ids[row]] for row in kept], [num_emitted[ids[row]] for row in kept])
+        )
+        return self.flush() if len(self._steps) >= MAX_STEPS else None
+
+    def flush(self) -> LedgerChunk | None:
+        """The rounds since the last chunk, which are forgotten here; None when there are none."""
+        steps, self._steps = self._steps, []
+        return LedgerChunk(lambda: _encode(steps), steps[0].step, steps[-1].step) if steps else None
+
+
+def _encode(steps: Sequence[_Step]) -> bytes:
+    import numpy as np
+
+    ids: dict[str, int] = {}
+    of_a_step, of_a_round, of_a_draft = [], [], []
+    for step in steps:
+        rounds, kept = step.rounds, step.kept
+        of_a_step.append((step.step, len(kept), rounds.draft_ms, rounds.verify_ms))
+        counts = np.array(rounds.num_draft_tokens)[kept]
+        of_a_round.append(
+            (
+                [ids.setdefault(rounds.request_ids[row], len(ids)) for row in kept],
+                step.positions,
+                np.array(rounds.token_ids)[kept],
+                counts,
+                np.array(rounds.num_accepted)[kept],
+                step.num_emitted,
+            )
+        )
+        drafted = np.arange(rounds.draft_token_ids.shape[1]) < counts[:, None]
+        of_a_draft.append((rounds.draft_token_ids[kept][drafted], *rounds.probs[:, kept][:, drafted]))
+    names = json.dumps(list(ids), ensure_ascii=False, separators=(",", ":")).encode()
+    columns = [np.array(column) for column in zip(*of_a_step, strict=True)]
+    for parts in (of_a_round, of_a_draft):
+        columns += [np.concatenate(column) for column in zip(*parts, strict=True)]
+    num_rounds, num_drafts = len(columns[len(_OF_A_STEP)]), len(columns[-1])
+    head = _HEAD.pack(_MAGIC, _VERSION, len(steps), num_rounds, num_drafts, len(names))
+    types = (*_OF_A_STEP, *_OF_A_ROUND, *_OF_A_DRAFT)
+    written = (column.astype(dtype).tobytes() for column, dtype in zip(columns, types, strict=True))
+    # Probabilities hardly get smaller, however long one tries.
+    return zlib.compress(b"".join((head, names, *written)), level=1)
+
+
+def read_rounds(data: bytes) -> list[Round]:
+    """One chunk. Raises `DatabaseError` when it is damaged or written by a newer version."""
+    try:
+        return _decoded(data)
+    except (TypeError, zlib.error, struct.error) as error:
+        raise DatabaseError(f"the speculation ledger is damaged: {error}") from None
+    except (IndexError, ValueError, RecursionError):
+        raise DatabaseError("the speculation ledger is damaged: its parts do not fit together") from None
+
+
+def _decoded(data: bytes) -> list[Round]:
+    raw = zlib.decompress(data)
+    magic, version, num_steps, num_rounds, num_drafts, names_size = _HEAD.unpack_from(raw)
+    if magic == _MAGIC and version != _VERSION:
+        raise DatabaseError(
+            f"the speculation ledger has format {version}; this version of ServeLab reads format {_VERSION}"
+        )
+    parts = ((_OF_A_STEP, num_steps), (_OF_A_ROUND, num_rounds), (_OF_A_DRAFT, num_drafts))
+    widths = [(dtype, count) for dtypes, count in parts for dtype in dtypes]
+    size = _HEAD.size + names_size + sum(int(dtype[-1]) * count for dtype, count in widths)
+    if magic != _MAGIC or len(raw) != size:
+        raise DatabaseError("the speculation ledger is damaged: its parts do not add up")
+    ids = json.loads(raw[_HEAD.size : _HEAD.size + names_size])
+    if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
+        raise ValueError("ids are strings")
+    columns = _columns(raw, _HEAD.size + names_size, widths)
+    steps, counts, draft_ms, verify_ms, indices, positions, token_ids, drafted, accepted, emitted, *drafts = columns
+    if int(counts.sum()) != num_rounds or int(drafted.sum()) != num_drafts:
+        raise ValueError("counts do not add up")
+    step_of = [step for step, count in enumerate(counts.tolist()) for _ in range(count)]
+    begins = (drafted.cumsum() - drafted).tolist()
+    draft_ids, target, accept, draft = (column.tolist() for column in drafts)
+    return [
+        Round(
+            step=int(steps[place]),
+            request_id=ids[indices[row]],
+            position=int(positions[row]),
+            draft_token_ids=tuple(draft_ids[begin:end]),
+            draft_probs=tuple(draft[begin:end]),
+            target_probs=tuple(target[begin:end]),
+            accept_probs=tuple(accept[begin:end]),
+            num_accepted=int(accepted[row]),
+            token_id=int(token_ids[row]),
+            num_emitted=int(emitted[row]),
+            draft_ms=float(draft_ms[place]),
+            verify_ms=float(verify_ms[place]),
+        )
+        for row, (place, begin) in enumerate(zip(step_of, begins, strict=True))
+        for end in (begin + int(drafted[row]),)
+    ]
+
+
+def _columns(raw: bytes, offset: int, widths: Sequence[tuple[str, int]]) -> list[np.ndarray]:
+    import numpy as np
+
+    columns = []
+    for dtype, count in widths:
+        column = np.frombuffer(raw, dtype=dtype, count=count, offset=offset)
+        offset += column.nbytes
+        columns.append(column.astype(np.int64) if column.dtype.kind == "u" else column)
+    return columns

@@ -1,0 +1,1 @@
+"""Speculative decoding: what drafts tokens, and what decides which of them stay."""

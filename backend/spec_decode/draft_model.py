@@ -1,0 +1,197 @@
+"""`DraftModelProposer`: a smaller model drafts token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backend.attention.backend import AttentionBackend
+from backend.attention.metadata import LayerCache
+from backend.sample.filtering import draw_tokens, filtered_weights, probabilities
+from backend.sample.metadata import copy_to
+from backend.sample.random import Purpose, uniform
+from backend.spec_decode.proposer import DraftOutput, DraftRequest
+from backend.worker.decoders import StepDecoder
+from backend.worker.input_batch import StepInput
+from backend.worker.step_tensors import HostBuffers, to_device
+from kernels.reference.greedy_tokens import greedy_tokens
+from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
+
+
+class Spans(Protocol):
+    def span(self, token_ids: Mapping[str, Sequence[int]], ends: Sequence[int]) -> StepInput:
+        """See `SpeculativeInputBatch.span`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A model that drafts, and where its keys and values are.
+
+    Its layers have slots in the target's blocks: a block's copy, its way to host memory and back, and what the prefix cache
+    finds in it hold for them too.
+    """
+
+    decoder: StepDecoder
+    attention: AttentionBackend
+    layer_caches: list[LayerCache]
+    vocab_size: int
+    max_position_embeddings: int
+    last_tokens: Tensor  # int64 [num_rows], as the target's decoder takes it
+    shares_cache: bool  # its layers are the target's first ones, which compute their keys and values anyway
+
+
+class DraftModelProposer:
+    """The draft of a request with a temperature is drawn from the draft's own distribution, after the request's filters.
+
+    Greedy requests are drafted for greedily. A draft ends where the draft model's context does. What the model lacks of a
+    request, because it was not asked to draft for some steps, it computes when it is asked again.
+
+    Args:
+        spans: where the requests' tokens have their slots.
+        vocab_size: of the target; more or fewer rows of the draft's head are padding.
+        max_num_tokens: most tokens of one pass.
+    """
+
+    def __init__(
+        self,
+        draft: DraftModel,
+        spans: Spans,
+        vocab_size: int,
+        max_num_tokens: int,
+        num_passes: int,
+        device: torch.device,
+    ) -> None:
+        self._draft = draft
+        self._spans = spans
+        self._vocab_size = vocab_size
+        self._max_num_tokens = max_num_tokens
+        self._device = device
+        # A step waits for its result before the next one begins: so many passes are under way at most.
+        self._uploads = HostBuffers(device, num_passes + 2)
+        self._texts: dict[str, list[int]] = {}
+        self._num_computed: dict[str, int] = {}  # tokens whose keys and values the draft's layers have
+
+    def begin(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        self._texts[request_id] = list(token_ids)
+        # The last of those may be the last of a draft that was accepted whole, which its model never ran.
+        self._num_computed[request_id] = max(0, num_computed_tokens - 1)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        text = self._texts[request_id]
+        text += token_ids
+        if self._draft.shares_cache:
+            self._num_computed[request_id] = len(text) - 1
+        else:  # of what it has drafted itself, as far as that was accepted
+            self._num_computed[request_id] = min(self._num_computed[request_id], len(text) - 1)
+
+    def forget(self, request_id: str) -> None:
+        self._texts.pop(request_id, None)
+        self._num_computed.pop(request_id, None)
+
+    def follow(self, spans: Mapping[str, tuple[int, int]]) -> None:
+        if self._draft.shares_cache:
+            return
+        limit = self._draft.max_position_embeddings
+        self._catch_up({request_id: min(end, limit) for request_id, (_, end) in spans.items()})
+
+    def propose(self, requests: Sequence[DraftRequest]) -> DraftOutput:
+        limit = self._draft.max_position_embeddings
+        counts = [min(it.max_tokens, max(0, limit + 1 - len(self._texts[it.request_id]))) for it in requests]
+        k = max(counts)
+        drafted = torch.zeros(len(requests), k, dtype=torch.int64, device=self._device)
+        sampling = _DraftSampling.of(requests, k, self._device)
+        probs = torch.zeros(len(requests), k, self._vocab_size, device=self._device) if sampling and k else None
+        lacking = {it.request_id: len(self._texts[it.request_id]) for it, n in zip(requests, counts, strict=True) if n}
+        if sum(num_tokens - self._num_computed[key] for key, num_tokens in lacking.items()) > self._max_num_tokens:
+            self._catch_up({key: num_tokens - 1 for key, num_tokens in lacking.items()})
+        for index in range(k):
+            rows = [row for row, count in enumerate(counts) if count > index]
+            ids = [requests[row].request_id for row in rows]
+            if index == 0:
+                tokens = {key: self._texts[key][self._num_computed[key] :] for key in ids}
+            else:
+                tokens = dict.fromkeys(ids, (0,))  # the draft's last one, which the host has not seen
+            ends = [len(self._texts[key]) + index for key in ids]
+            places = copy_to(np.array(rows, dtype=np.int64), self._device)
+            logits = self._logits(tokens, ends, None if index == 0 else drafted[places, index - 1])
+            if probs is None or sampling is None:
+                drafted[places, index] = greedy_tokens(logits)[0]
+            else:
+                drafted[places, index], probs[places, index] = sampling.draw(logits, places, index)
+            self._num_computed |= dict(zip(ids, ends, strict=True))
+        return DraftOutput(drafted, counts, probs)
+
+    def _catch_up(self, ends: Mapping[str, int]) -> None:
+        """Compute these requests' tokens up to those places, in as many passes as it takes."""
+        while lacking := {key: end for key, end in ends.items() if self._num_computed[key] < end}:
+            share = max(1, self._max_num_tokens // len(lacking))
+            reached = {key: min(end, self._num_computed[key] + share) for key, end in lacking.items()}
+            tokens = {key: self._texts[key][self._num_computed[key] : end] for key, end in reached.items()}
+            self._hidden(tokens, list(reached.values()), None)
+            self._num_computed |= reached
+            if self._device.type == "cuda":  # there may be more passes than buffers
+                torch.cuda.current_stream(self._device).synchronize()
+
+    def _logits(self, tokens: Mapping[str, Sequence[int]], ends: Sequence[int], drafted: Tensor | None) -> Tensor:
+        """float32 [num_reqs, vocab_size] of the target, behind the last token of each."""
+        logits = self._draft.decoder.compute_logits(self._hidden(tokens, ends, drafted))
+        missing = self._vocab_size - logits.shape[1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits[:, : self._vocab_size]
+
+    def _hidden(self, tokens: Mapping[str, Sequence[int]], ends: Sequence[int], drafted: Tensor | None) -> Tensor:
+        """Run tokens, which are `drafted` if that is given; the hidden states of each request's last one."""
+        step = self._spans.span(tokens, ends)
+        tensors = to_device(step, self._uploads, self._device)
+        draft = self._draft
+        token_ids = tensors.token_ids if drafted is None else drafted
+        if draft.vocab_size < self._vocab_size:
+            token_ids = token_ids.clamp(
+                max=draft.vocab_size - 1
+            )  # padding of the target's, which a draft may guess wrong
+        hidden = draft.decoder.forward(
+            token_ids, tensors.token_rows, draft.last_tokens, draft.layer_caches, tensors.metadata, draft.attention
+        )
+        return hidden[tensors.logits_indices]
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftSampling:
+    """How the requests of a draft are sampled, on its device."""
+
+    temperature: Tensor  # float32 [num_reqs]
+    top_k: Tensor  # int32 [num_reqs]
+    top_p: Tensor  # float32 [num_reqs]
+    draws: Tensor  # float64 [num_reqs, k]
+    filters: bool
+
+    @staticmethod
+    def of(requests: Sequence[DraftRequest], k: int, device: torch.device) -> _DraftSampling | None:
+        """None where all are greedy."""
+        params = [request.sampling_params for request in requests]
+        temperature = np.array([it.temperature for it in params], dtype=np.float32)
+        if (temperature < GREEDY_TEMPERATURE).all():
+            return None
+        seeds = np.repeat(np.array([it.seed for it in params], dtype=np.uint64), k).tolist()
+        positions = [request.position + index for request in requests for index in range(k)]
+        return _DraftSampling(
+            temperature=copy_to(temperature, device),
+            top_k=copy_to(np.array([min(it.top_k, 2**31 - 1) for it in params], dtype=np.int32), device),
+            top_p=copy_to(np.array([it.top_p for it in params], dtype=np.float32), device),
+            draws=copy_to(uniform(seeds, positions, Purpose.DRAFT).reshape(len(params), k), device),
+            filters=any(it.top_k > 0 or it.top_p < 1 for it in params),
+        )
+
+    def draw(self, logits: Tensor, rows: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """The token at a place of the draft, int64 [num_rows], and what it was drawn from, float32 [num_rows, vocab_size]."""
+        filters = (self.temperature[rows], self.top_k[rows], self.top_p[rows])
+        logits = logits.nan_to_num(nan=0.0, neginf=-torch.inf)  # a draft may be broken, and what it was drawn from not
+        weights = filtered_weights(logits, *filters, filters=self.filters)
+        return draw_tokens(weights, self.draws[rows, index]), probabilities(weights)

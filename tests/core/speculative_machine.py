@@ -1,0 +1,102 @@
+"""A `PagedMachine` that drafts: any number of tokens it is granted, of which any number are right."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from backend.core.output import DraftRounds, ModelRunnerOutput, RequestOutput, SchedulerOutput
+from tests.core.paged_machine import VOCAB, Lab, PagedMachine, _Known, hash_of
+
+
+@dataclass
+class SpeculativeMachine(PagedMachine):
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    num_right: int | None = None  # of each draft, which then has all tokens that are granted; None: as it comes
+    rounds: list[tuple[str, int, int]] = field(default_factory=list)  # request, drafted, accepted
+
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id, num_blocks in (scheduled.num_kept_blocks or {}).items():
+            if request_id not in scheduled.preempted_request_ids:
+                for blocks in self.known[request_id].blocks:
+                    assert num_blocks < len(blocks)
+                    del blocks[num_blocks:]
+        output = super().execute(scheduled)
+        rows = []
+        for request_id, granted in (scheduled.num_draft_tokens or {}).items():
+            assert scheduled.num_scheduled_tokens[request_id] == 1
+            row = self._verify(request_id, granted, output)
+            rows += [row] if row else []
+        if rows:
+            ids, drafts, accepted = zip(*rows, strict=True)
+            counts, last = [len(draft) for draft in drafts], [output.sampled_token_ids[key][-1] for key in ids]
+            k = max(counts)
+            tokens = np.array([draft + [0] * (k - len(draft)) for draft in drafts])
+            probs = np.zeros((3, len(ids), k), dtype=np.float32)
+            output.rounds = DraftRounds(list(ids), counts, list(accepted), last, tokens, probs, 1.0, 2.0)
+            self.rounds += zip(ids, counts, accepted, strict=True)
+        return output
+
+    def _verify(self, request_id: str, granted: int, output: ModelRunnerOutput) -> tuple[str, list[int], int] | None:
+        """Write a draft behind the last token, and go on from what is read back as far as it is right."""
+        state, rng = self.known[request_id], self.rng
+        emitted = output.sampled_token_ids[request_id]
+        begin = len(state.token_ids) - 1  # of the draft; the token sampled there is known already
+        count = granted if self.num_right is not None else rng.randint(0, granted)
+        num_right = rng.randint(0, count) if self.num_right is None else min(self.num_right, count)
+        draft: list[int] = []
+        for index in range(count):
+            right = self._next(state, begin, draft)
+            token_id = right if index < num_right else (right + 1) % VOCAB
+            draft.append(token_id)
+            self._write(state, begin + index, token_id)
+        del state.token_ids[begin:]
+        num_accepted = 0
+        while num_accepted < count and draft[num_accepted] == emitted[num_accepted]:
+            num_accepted += 1
+            emitted.append(self._next(state, begin, draft[:num_accepted]))
+        state.token_ids += emitted
+        return (request_id, draft, num_accepted) if count else None
+
+    def _next(self, state: _Known, begin: int, draft: list[int]) -> int:
+        """The token behind a draft, from what the blocks hold."""
+        end = begin + len(draft)
+        seen = [self._read(state, group, max(0, end - (w or end)), end) for group, w in enumerate(self.windows)]
+        return hash_of(seen, state.seed)
+
+    def _write(self, state: _Known, position: int, token_id: int) -> None:
+        for group in range(len(self.windows)):
+            self.slots[self._slot(state, group, position)] = token_id
+
+
+@dataclass
+class SpeculativeLab(Lab):
+    num_speculative_tokens: int = 5
+    max_batch: int | None = None
+    adaptive: bool = False
+    seed: int = 0
+    num_right: int | None = None  # as in `SpeculativeMachine`
+
+    def __post_init__(self) -> None:
+        self.overrides = {
+            "speculative.method": "ngram",
+            "speculative.num_speculative_tokens": self.num_speculative_tokens,
+            "speculative.max_batch": self.max_batch,
+            "speculative.adaptive": self.adaptive,
+        }
+        super().__post_init__()
+        rng = random.Random(self.seed)
+        self.machine: SpeculativeMachine = SpeculativeMachine(
+            self.num_blocks, self.block_size, self.windows, rng=rng, num_right=self.num_right
+        )
+
+    def complete(self) -> list[RequestOutput]:
+        outputs = super().complete()
+        for request in self.scheduler.running:
+            computed, blocks = request.num_computed_tokens, self.manager.block_ids_of(request)[0]
+            assert computed <= len(request.token_ids) - 1 or request.num_placeholder_tokens
+            if self.layout == "paged":
+                assert len(blocks) == -(-computed // self.block_size), "blocks of rejected drafts go back at once"
+        return outputs

@@ -1,0 +1,91 @@
+"""Acceptance found without drafting, against speculative decoding done step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from backend.quantization.calibration import WindowAttention
+from backend.spec_decode.heads.acceptance import Answered, Drafter, Round, answer_rounds, simulate_rounds, summarize
+from backend.spec_decode.heads.eagle import EagleHead
+from backend.spec_decode.heads.target import DenseTarget, dense_metadata, output_rows
+from backend.spec_decode.heads.unroll import DraftHead
+from tests.helpers import dense_greedy
+from tests.spec_decode.tiny_heads import FEATURE_LAYERS, make_target, random_eagle, random_ids, random_medusa
+
+NUM_STEPS, OUTPUT_LEN = 4, 24
+VOCABULARY = torch.tensor([0, 1, 2, 3, 5])  # of 6: what another id would be is never drafted
+
+
+def draft(head: DraftHead, target: DenseTarget, known: list[int], rows: Tensor) -> list[int]:
+    """The chain behind `known`, whose last token the target has not read yet; greedy, every step all anew."""
+    if not isinstance(head, EagleHead):
+        hidden = head(target.run(torch.tensor([known[:-1]]), ()).last[0])[-1]
+        return VOCABULARY[(hidden @ rows.t()).argmax(-1)].tolist()
+    features, tokens = head.fuse(target.run(torch.tensor([known[:-1]]), FEATURE_LAYERS).features[0]), list(known)
+    for _ in range(NUM_STEPS):
+        positions = torch.arange(len(features))
+        hidden = head(
+            F.embedding(torch.tensor(tokens[1:]), target.embedding),
+            features,
+            positions,
+            target.model.cos_sin_cache,
+            target.no_cache,
+            dense_metadata(1, positions),
+            WindowAttention(len(features)),
+        )
+        features = torch.cat((features, hidden[-1:]))
+        tokens.append(int(VOCABULARY[(head.final_norm(hidden[-1:]) @ rows.t()).argmax()]))
+    return tokens[len(known) :]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_rounds_are_those_of_speculative_decoding(tmp_path: Path, kind: str) -> None:
+    target = make_target(tmp_path, vocab_size=6)
+    head = random_eagle(target) if kind == "eagle" else random_medusa(target, NUM_STEPS)
+    rows = output_rows(target.model, VOCABULARY)
+    drafter = Drafter.of(head, target, FEATURE_LAYERS if kind == "eagle" else (), VOCABULARY)
+    sequences: list[Answered] = []
+    all_expected: list[list[Round]] = []
+    seen: set[int] = set()
+    for seed in range(4):
+        prompt = random_ids(6, 5 + seed, seed=seed).tolist()
+        output = dense_greedy(tmp_path, prompt, OUTPUT_LEN)
+        sequence, position, expected = prompt + output, len(prompt) + 1, []
+        while position < len(sequence):
+            chain = draft(head, target, sequence[:position], rows)
+            follows = sequence[position : position + NUM_STEPS]
+            right = 0
+            while right < len(follows) and chain[right] == follows[right]:
+                right += 1
+            emitted = min(right + 1, len(sequence) - position)
+            expected.append(Round(position, len(follows), right, emitted))
+            position += emitted
+        sequences.append(Answered(sequence, [(len(prompt), len(sequence))]))
+        all_expected.append(expected)
+        seen |= {each.num_accepted for each in expected}
+    assert answer_rounds(drafter, sequences, NUM_STEPS, batch_tokens=70) == all_expected
+    assert {0, 1} <= seen, "a head that is always wrong would show nothing"
+
+
+def test_what_the_end_cuts_off_counts_neither_as_accepted_nor_as_rejected() -> None:
+    """Eight tokens after the first: a round of 3, one of 1, one of 4 and one that the end leaves a single token for."""
+    accepted = [9] * 20
+    for position, number in ((11, 2), (14, 0), (15, 3), (19, 4)):
+        accepted[position - 2] = number
+    rounds = list(simulate_rounds(accepted, 10, 20, 4))
+    assert rounds == [Round(11, 4, 2, 3), Round(14, 4, 0, 1), Round(15, 4, 3, 4), Round(19, 1, 1, 1)]
+    summary = summarize(rounds, 4)
+    assert summary is not None
+    assert (summary.num_rounds, summary.mean_length) == (4, 9 / 4)
+    assert summary.by_position == (3 / 4, 1.0, 1 / 2, 0.0)
+    assert list(simulate_rounds(accepted, 10, 11, 4)) == []
+    assert summarize([], 4) is None
+    only = summarize([Round(5, 4, 0, 1)], 4)
+    assert only is not None
+    assert only.by_position == (0.0, None, None, None)

@@ -1,0 +1,63 @@
+"""A tiny target, random heads for it, and conversations with its own greedy answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from backend.models.sources import resolve_source
+from backend.spec_decode.heads.eagle import EagleHead
+from backend.spec_decode.heads.medusa import MedusaHeads
+from backend.spec_decode.heads.target import DenseTarget
+from backend.spec_decode.heads.training_data import Conversation
+from tests.helpers import load_oracle, make_tiny_llama
+
+CPU = torch.device("cpu")
+FEATURE_LAYERS = (1, 2, 3)
+
+
+def make_target(folder: Path, vocab_size: int = 512) -> DenseTarget:
+    ids = {} if vocab_size == 512 else {"bos_token_id": 0, "eos_token_id": vocab_size - 1}
+    make_tiny_llama(folder, vocab_size=vocab_size, **ids)
+    return DenseTarget.load(resolve_source(str(folder)), CPU)
+
+
+def randomize(head: nn.Module, seed: int = 0) -> None:
+    """Every parameter at a scale where a dropped or swapped one moves the output far beyond any tolerance."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in head.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        is_norm = name.endswith("norm.weight")
+        parameter.data.copy_(1 + 0.2 * noise if is_norm else noise * parameter.shape[-1] ** -0.5)
+
+
+def random_eagle(target: DenseTarget) -> EagleHead:
+    head = EagleHead(target.config, len(FEATURE_LAYERS), dtype=torch.float32, device=CPU)
+    randomize(head)
+    return head
+
+
+def random_medusa(target: DenseTarget, num_heads: int = 4) -> MedusaHeads:
+    head = MedusaHeads(target.config.hidden_size, num_heads, dtype=torch.float32, device=CPU)
+    randomize(head)
+    return head
+
+
+def random_ids(vocab_size: int, *shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def greedy_conversations(
+    folder: Path, vocab_size: int, number: int, *, prompt_len: int = 6, answer_len: int = 26, seed: int = 3
+) -> list[Conversation]:
+    """Random prompts, answered by transformers."""
+    model = load_oracle(folder)
+    prompts = random_ids(vocab_size, number, prompt_len, seed=seed)
+    token_ids = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=answer_len, pad_token_id=0
+    )
+    is_answer = np.arange(prompt_len + answer_len) >= prompt_len
+    return [Conversation(row.numpy().astype(np.int32), is_answer, True) for row in token_ids]
