@@ -70,7 +70,12 @@ CASES: list[tuple[type[Settings], str, Any, str]] = [
         "quantization.threshold = 0.0: input should",
     ),
     (EngineConfig, "quantization", {"head": "int8"}, "head = 'int8' needs a method for the layers"),
-    (EngineConfig, "speculative.method", "oracle", "speculative.method = 'oracle' is not supported; allowed: 'none', 'ngram'"),
+    (
+        EngineConfig,
+        "speculative.method",
+        "oracle",
+        "speculative.method = 'oracle' is not supported; allowed: 'none', 'ngram'",
+    ),
     (EngineConfig, "speculative", {"ngram_min": 3, "ngram_max": 2}, "ngram_min = 3 is above ngram_max = 2"),
     (EngineConfig, "speculative.num_speculative_tokens", 0, "speculative.num_speculative_tokens = 0: input should"),
     (EngineConfig, "target.kind", "http", "target.kind = 'http' is not supported; allowed: 'in_process'"),

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
+from app.services import Services
+from backend.metrics.speculation_ledger import SPECULATION_KIND, read_rounds
 from tests.app.test_cli_engine import run_json
 from tests.engine.scripted import ids_of, make_scripted
 from tests.helpers import make_tiny_llama
@@ -34,6 +36,35 @@ def test_generate_tells_how_drafts_fared(capsys: pytest.CaptureFixture[str], cir
     assert drafted["metrics"]["draft_acceptance_rate"] == 1
     assert plain["metrics"]["mean_acceptance_length"] is None
     assert plain["metrics"]["draft_acceptance_rate"] is None
+
+
+def test_a_run_stores_its_rounds_and_what_they_come_to(
+    capsys: pytest.CaptureFixture[str], circling: Path, tmp_path: Path
+) -> None:
+    """Figures of the summary, of the requests and of the ledger are of the same drafts; the warm-up's are in no figure."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "c"}\n')
+    workload = [f"workload.source.file={prompts}", "workload.output_len=30", "workload.sampling.ignore_eos=true"]
+    settings = [f"model.name={circling}", *workload, "speculative.max_batch=8"]
+    document = run_json(capsys, "run", *NGRAM, *(part for line in settings for part in ("--set", line)))
+    with Services.open() as opened:
+        stored = opened.repository.get(document["run_id"])
+        requests = opened.repository.requests(document["run_id"])
+        chunks = opened.repository.chunks(document["run_id"], SPECULATION_KIND)
+    assert stored is not None
+    assert any("more than 8 requests decode" in notice for notice in stored.notices)
+    measured = [row for row in requests if not row["warmup"]]
+    counts = [tuple(row[f"num_{what}"] for what in ("rounds", "draft_tokens", "accepted_tokens")) for row in measured]
+    rounds = [it for data, _, _ in chunks for it in read_rounds(data)]
+    for row, (num_rounds, num_drafted, num_accepted) in zip(measured, counts, strict=True):
+        own = [it for it in rounds if it.request_id == row["request_id"]]
+        assert num_rounds == len(own) > 0
+        assert num_drafted == sum(len(it.draft_token_ids) for it in own)
+        assert num_accepted == sum(min(it.num_accepted, it.num_emitted) for it in own)
+        assert row["emission_tokens"][own[0].position] == own[0].num_emitted
+    rounds_in_all, drafted, accepted = (sum(column) for column in zip(*counts, strict=True))
+    assert document["summary"]["draft_acceptance_rate"] == pytest.approx(accepted / drafted)
+    assert document["summary"]["mean_acceptance_length"] == pytest.approx(1 + accepted / rounds_in_all)
 
 
 def test_a_proposer_that_does_not_exist_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:

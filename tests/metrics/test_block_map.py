@@ -196,7 +196,16 @@ AFTER = {  # of each kind of event: what "a" and "b" hold then, and what can be 
     "evict": ({"a": [[1, 2, 3]], "b": [[1]]}, {1, 2}),
     "uncache": ({"a": [[1, 2, 3]], "b": [[1]]}, {1, 2}),
 }
-BLOCKS = {"copy": [1, 9], "slide": [1, 2], "give_back": [2, 3], "cache": [3], "evict": [5], "uncache": [5], "free": [], "preempt": []}
+BLOCKS = {
+    "copy": [1, 9],
+    "slide": [1, 2],
+    "give_back": [2, 3],
+    "cache": [3],
+    "evict": [5],
+    "uncache": [5],
+    "free": [],
+    "preempt": [],
+}
 
 
 @pytest.mark.parametrize("kind", EVENT_KINDS)
