@@ -9,7 +9,9 @@ import torch
 
 from kernels.timing import ONCE, cache_bytes, time_call
 
-READ_BYTES = {"cuda": 2**29, "cpu": 2**27}  # several times any cache
+# Many times any cache, and on a card so many that a launch's begin and end do not count.
+READ_BYTES = {"cuda": 2**31, "cpu": 2**27}
+MAX_MEMORY_SHARE = 0.2  # of a card's free memory, for each of the two arrays of that size
 MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
 
 
@@ -63,6 +65,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _measure_read(device: torch.device) -> float:
     num_bytes = READ_BYTES[device.type]
+    if device.type == "cuda":
+        num_bytes = min(num_bytes, int(MAX_MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]))
+    num_bytes = num_bytes // 4 * 4
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     total = torch.zeros((), dtype=torch.float32, device=device)
