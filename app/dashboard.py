@@ -24,6 +24,7 @@ page = st.navigation(
         st.Page(links.COMPARE, title="Compare", icon=":material/compare_arrows:", url_path="compare"),
         st.Page(links.KV_CACHE, title="KV cache", icon=":material/grid_on:", url_path="kv-cache"),
         st.Page(links.SCHEDULER, title="Scheduler", icon=":material/view_timeline:", url_path="scheduler"),
+        st.Page(links.SPECULATION, title="Speculation", icon=":material/bolt:", url_path="speculation"),
         st.Page(links.KERNELS, title="Kernels", icon=":material/speed:", url_path="kernels"),
         st.Page(links.QUANTIZATION, title="Quantization", icon=":material/compress:", url_path="quantization"),
         st.Page(links.SIZING, title="Sizing", icon=":material/straighten:", url_path="sizing"),

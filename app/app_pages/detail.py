@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from app import resources
-from app.components import certificate_detail, links, run_detail
+from app.components import links, run_detail
 from db.run_ids import parse_run_id
 
 services = resources.get_services()
@@ -15,8 +15,6 @@ run = services.repository.get(run_id) if run_id is not None else None
 
 if run is not None and (place := links.lab_place(run)) is not None:
     st.switch_page(place[0], query_params=place[1])
-elif run is not None and run.kind == "certificate":
-    certificate_detail.show(services, run)
 elif run is not None:
     run_detail.show(services, run)
 else:

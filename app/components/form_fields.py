@@ -99,6 +99,12 @@ _LABELS = {
     "kernels.enforce_eager": "Without CUDA graphs",
     "kernels.batch_invariant": "Batch-invariant sums",
     "kernels.cpu_threads": "CPU threads",
+    "speculative.method": "Who drafts",
+    "speculative.model": "Draft model or head",
+    "speculative.num_speculative_tokens": "Drafted tokens (k)",
+    "speculative.ngram_max": "Longest n-gram",
+    "speculative.ngram_min": "Shortest n-gram",
+    "speculative.max_batch": "Largest batch",
     "workload.source.prompts": "Prompts",
     "workload.source.limit": "Use the first",
     "workload.source.chat": "Chat template",
@@ -135,6 +141,7 @@ _LABELS = {
 # What an empty box stands for, where "auto" would not say it.
 _EMPTY = {
     "model.revision": "none",
+    "speculative.max_batch": "no limit",
     "workload.source.limit": "all",
     "workload.source.max_prompt_len": "any",
     "workload.source.max_output_len": "any",
@@ -229,6 +236,8 @@ ARRIVAL_FIELDS: dict[str, tuple[Field, ...]] = {
 }
 
 CONFIG_FIELDS = _for_form(field for field in fields_of(EngineConfig) if field.key != MODEL)
+SPECULATION_FIELDS = tuple(field for field in CONFIG_FIELDS if field.key.startswith("speculative."))
+ENGINE_FIELDS = tuple(field for field in CONFIG_FIELDS if field not in SPECULATION_FIELDS)
 SAMPLING_FIELDS = _for_form(fields_of(SamplingSettings, "workload.sampling."))
 SLO_FIELDS = _for_form(fields_of(ServiceLevel, "workload.slo."))
 _OF_RUN = ("workload.warmup_requests", "workload.reset_prefix_cache", "workload.seed")

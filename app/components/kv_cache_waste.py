@@ -142,7 +142,7 @@ def _offer(run: Run) -> None:
                 st.error(notes.plain(str(error)), icon=":material/error:")
             else:
                 widgets.fill(values)
-                st.switch_page(links.RUN)
+                st.switch_page(links.RUN, query_params={})
 
 
 def _one(waste: RunWaste, number: int) -> None:

@@ -20,6 +20,7 @@ QUANTIZATION = "app_pages/quantization.py"
 KV_CACHE = "app_pages/kv_cache.py"
 SCHEDULER = "app_pages/scheduler.py"
 SIZING = "app_pages/sizing.py"
+SPECULATION = "app_pages/speculation.py"
 
 
 def run_link(label: str = "Start a run") -> None:
@@ -45,6 +46,8 @@ def lab_place(run: Run) -> tuple[str, dict[str, str]] | None:
             return KERNELS, query | view
         case "quantization":
             return QUANTIZATION, query
+        case "certificate":
+            return SPECULATION, query
     return None
 
 
@@ -54,6 +57,7 @@ def lab_link(run: Run) -> None:
         name, icon = {
             "kernels": ("Kernel run", ":material/speed:"),
             "quantization": ("Quantization run", ":material/compress:"),
+            "certificate": ("Certificate", ":material/bolt:"),
         }[run.kind]
         st.page_link(place[0], label=f"{name} #{run.run_id}", icon=icon, query_params={"run": str(run.run_id)})
 
@@ -67,6 +71,10 @@ def kv_cache_link(run_id: int, label: str = "KV blocks", request: str | None = N
 def scheduler_link(run_id: int, label: str = "Schedule", beside: int | None = None) -> None:
     query = {"run": str(run_id)} | ({} if beside is None else {"beside": str(beside)})
     st.page_link(SCHEDULER, label=label, icon=":material/view_timeline:", query_params=query)
+
+
+def speculation_link(run_id: int, label: str = "Speculation") -> None:
+    st.page_link(SPECULATION, label=label, icon=":material/bolt:", query_params={"run": str(run_id)})
 
 
 def compare_link(run_ids: Sequence[int], label: str) -> None:

@@ -96,7 +96,7 @@ def rerun_button(services: Services, run: Run) -> None:
             st.error(notes.plain(str(error)), icon=":material/error:")
         else:
             widgets.fill(fill_form(config, workload, run.label))
-            st.switch_page(links.RUN)
+            st.switch_page(links.RUN, query_params={})  # else it refuses to leave the name of the view behind
 
 
 @st.dialog("Delete runs?")

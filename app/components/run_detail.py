@@ -10,6 +10,7 @@ import streamlit as st
 from app import formatting
 from app.components import activity, figures, links, live_panel, notes, palette, run_actions, run_charts, run_setup
 from app.components.run_table import workload_text
+from app.components.speculation_pick import method_of
 from app.services import Services
 from backend.metrics.stats import DEFINITIONS, Phase
 from db.run_rows import Run
@@ -64,6 +65,8 @@ def _heading(services: Services, run: Run) -> None:
             links.compare_link([previous, run.run_id], f"Compare with #{previous}")
         links.kv_cache_link(run.run_id)
         links.scheduler_link(run.run_id)
+        if method_of(run) is not None:
+            links.speculation_link(run.run_id)
         links.history_link()
 
 

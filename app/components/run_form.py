@@ -121,10 +121,11 @@ def _advanced() -> None:
         for field in form.SAMPLING_FIELDS:
             if field.key != form.TEMPERATURE:
                 widgets.setting(field)
-    st.markdown("**Engine**")
-    with st.grid(4, min_column_width=180, vertical_alignment="bottom"):
-        for field in form.CONFIG_FIELDS:
-            widgets.setting(field)
+    for title, fields in (("Engine", form.ENGINE_FIELDS), ("Speculation", form.SPECULATION_FIELDS)):
+        st.markdown(f"**{title}**")
+        with st.grid(4, min_column_width=180, vertical_alignment="bottom"):
+            for field in fields:
+                widgets.setting(field)
     st.text_area(
         "More settings",
         key=widgets.key_of(form.OVERRIDES),

@@ -106,7 +106,7 @@ def test_detail_says_why_a_run_failed_or_was_lost(stored: FakeServices) -> None:
 
 
 def test_rerun_starts_the_same_run_and_fills_the_form(stored: FakeServices) -> None:
-    app = page("detail", run="2")
+    app = page("detail", run="2", view="Setup")  # of the address nothing stays behind
     press(app, "Re-run")
     asked = EngineConfig().with_overrides({"cache.block_size": 32})
     assert stored.fake_queue.submitted == [(6, asked, Workload())]
