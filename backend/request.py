@@ -79,6 +79,9 @@ class Request:
         Returns those of them that belong to its output, and why it ends.
         """
         token_ids = self.token_ids
+        if len(sampled) == 1 and sampled[0] not in self.ending_token_ids:  # nearly always
+            token_ids.append(sampled[0])
+            return sampled, "length" if len(token_ids) >= self.max_num_tokens else None
         for index, token_id in enumerate(sampled):
             if token_id in self.ending_token_ids and len(token_ids) >= self.min_num_tokens:
                 return sampled[:index], "stop"

@@ -13,6 +13,7 @@ from sqlalchemy import BigInteger, ForeignKey, Index, Integer, LargeBinary, Stri
 from sqlalchemy.orm import Mapped, mapped_column
 
 from db.base import Base, FiniteFloat, ForeignText, Json, UtcDateTime
+from db.packed_numbers import PackedNumbers
 
 # SQLite gives ids by itself only to a column declared exactly INTEGER.
 _ROW_ID = BigInteger().with_variant(Integer, "sqlite")
@@ -84,11 +85,11 @@ class RequestRow(Base):
     num_output_tokens: Mapped[int]
     num_cached_tokens: Mapped[int | None]
     num_preemptions: Mapped[int | None]
-    emission_times: Mapped[list[float]] = mapped_column(Json)
-    emission_tokens: Mapped[list[int]] = mapped_column(Json)
+    emission_times: Mapped[list[float]] = mapped_column(PackedNumbers(floats=True))
+    emission_tokens: Mapped[list[int]] = mapped_column(PackedNumbers())
     prompt: Mapped[str | None] = mapped_column(ForeignText)
     text: Mapped[str | None] = mapped_column(ForeignText)
-    token_ids: Mapped[list[int] | None] = mapped_column(Json)
+    token_ids: Mapped[list[int] | None] = mapped_column(PackedNumbers())
     parent_id: Mapped[str | None] = mapped_column(ForeignText)  # the prompt whose sample it is
     priority: Mapped[int] = mapped_column(server_default="0")  # lower first, with `scheduler.policy = "priority"`
     num_rounds: Mapped[int | None]  # of speculation; null without it, as the two below

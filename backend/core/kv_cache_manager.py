@@ -153,7 +153,11 @@ class KVCacheManager:
         Args:
             kind: of the event; `swap_in` where the tokens come with their KV.
         """
-        num_tokens = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+        num_more = num_new_tokens + num_lookahead_tokens
+        is_full = 0 < request.num_slots == request.num_computed_tokens
+        if is_full and num_more <= self.block_size and kind == "allocate" and not self.windows.slides:
+            return self._append_block(request)
+        num_tokens = request.num_computed_tokens + num_more
         held = self._block_ids.get(request.request_id) or [[] for _ in range(self._num_groups)]
         # All groups have the same number: a position behind a group's window still has its entry.
         missing = max(0, -(-num_tokens // self.block_size) - len(held[0]))
@@ -182,6 +186,22 @@ class KVCacheManager:
         self._block_ids[request.request_id] = held
         request.num_slots = len(held[0]) * self.block_size
         return KVAllocation(new_block_ids, copies)
+
+    def _append_block(self, request: Request) -> KVAllocation | None:
+        """`allocate_slots` where all blocks of a request are full, and one more of each group is enough: most calls."""
+        taken = self.pool.allocate(self._num_groups)
+        if taken is None:
+            return None
+        if taken.evicted:
+            self._log("evict", taken.evicted)
+        for group, (blocks, block_id) in enumerate(
+            zip(self._block_ids[request.request_id], taken.block_ids, strict=True)
+        ):
+            blocks.append(block_id)
+            if self._events is not None:
+                self._events.append(BlockEvent("allocate", request.request_id, group, [block_id]))
+        request.num_slots += self.block_size
+        return KVAllocation([[block_id] for block_id in taken.block_ids], [])
 
     def cache_blocks(self, request: Request) -> None:
         """Let the request's full blocks be found, as far as their tokens are known and computed.

@@ -127,14 +127,15 @@ class Scheduler:
                 continue
             request_id = request.request_id
             request.num_placeholder_tokens -= 1
-            if request_id in sampled:
-                new_token_ids, reason = request.append(sampled[request_id])
-                if reason is not None:
-                    self._finish(request, reason)
-                outputs.append(RequestOutput(request_id, new_token_ids, reason))
-            else:
+            token_ids = sampled.get(request_id)
+            if token_ids is None:
                 self._finish(request, "error")
                 outputs.append(RequestOutput(request_id, [], "error", output.errors[request_id]))
+                continue
+            new_token_ids, reason = request.append(token_ids)
+            if reason is not None:
+                self._finish(request, reason)
+            outputs.append(RequestOutput(request_id, new_token_ids, reason))
         return outputs
 
     def schedule_decodes(self, plan: StepPlan, decodes: list[Request]) -> None:
@@ -144,13 +145,19 @@ class Scheduler:
             decodes = sorted(decodes, key=self._policy.turn)
             if plan.num_prompts or self._next_fits():
                 kept = 1 if plan.budget > 1 else self._step % 2  # a budget of one token serves both kinds in turn
-        num_tokens = plan.num_tokens
+        if plan.preempted:
+            decodes = [request for request in decodes if request.status == "running"]
+        if len(decodes) <= plan.budget - kept:  # then all of them are served but those that are preempted now
+            plan.add_single_tokens(decodes)
+            for request in [request for request in decodes if request.num_computed_tokens >= request.num_slots]:
+                if request.status == "running":
+                    self._schedule(plan, request, 1, counted=1)
+            return
         for request in decodes:
             if plan.budget <= kept:
                 break
             if request.num_computed_tokens < request.num_slots:
-                num_tokens[request] = 1
-                plan.budget -= 1
+                plan.add_single_tokens((request,))
             elif request.status == "running":  # and not preempted for one before it
                 self._schedule(plan, request, 1)
 
@@ -220,8 +227,12 @@ class Scheduler:
                 decodes.append(request)
         return decodes, prompts
 
-    def _schedule(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
-        """Give a running request its blocks, preempting until it has them or is out itself."""
+    def _schedule(self, plan: StepPlan, request: Request, num_tokens: int, counted: int = 0) -> None:
+        """Give a running request its blocks, preempting until it has them or is out itself.
+
+        Args:
+            counted: of its tokens, those that the plan has already.
+        """
         while (allocation := self.kv_cache_manager.allocate_slots(request, num_tokens)) is None:
             if self._heirs.give_up():
                 continue
@@ -231,7 +242,7 @@ class Scheduler:
             self._preempt(plan, victim)
             if victim is request:
                 return
-        plan.add(request, num_tokens, allocation.block_ids)
+        plan.add(request, num_tokens - counted, allocation.block_ids)
 
     def _next_request(self) -> Request | None:
         """Who is to be admitted next, if a slot is free and all its tokens are known."""

@@ -38,6 +38,11 @@ class StepPlan:
         self.num_tokens[request] = self.num_tokens.get(request, 0) + num_tokens
         self.budget -= num_tokens
 
+    def add_single_tokens(self, requests: Sequence[Request]) -> None:
+        """One token each of requests that are not in the plan, whose blocks come later where they need any."""
+        self.num_tokens |= dict.fromkeys(requests, 1)
+        self.budget -= len(requests)
+
     def add_copies(self, copies: list[tuple[int, int]]) -> None:
         """All are carried out at once: what was copied from a copy is copied from where that came from."""
         for source, destination in copies:
@@ -56,14 +61,22 @@ class StepPlan:
         """The message; requests are still as before the step."""
         rows = self.num_tokens
         request_ids = [request.request_id for request in rows]
+        num_computed_tokens = [request.num_computed_tokens for request in rows]
+        kinds: dict[str, StepKind] = dict.fromkeys(request_ids, "decode")
+        for request, computed in zip(rows, num_computed_tokens, strict=True):
+            # What its next tokens are: a chunk that spans two kinds counts as the first.
+            if computed < request.num_recompute_tokens:
+                kinds[request.request_id] = "recompute"
+            elif computed < request.num_prompt_tokens:
+                kinds[request.request_id] = "prefill"
         new_requests = [_describe(request, self.new_block_ids.pop(request)) for request in self.admitted]
         return SchedulerOutput(
             step=step,
             new_requests=new_requests,
             num_scheduled_tokens=dict(zip(request_ids, rows.values(), strict=True)),
-            num_computed_tokens=[request.num_computed_tokens for request in rows],
+            num_computed_tokens=num_computed_tokens,
             new_block_ids={request.request_id: block_ids for request, block_ids in self.new_block_ids.items()},
-            kinds={request.request_id: _kind(request) for request in rows},
+            kinds=kinds,
             finished_request_ids=finished_request_ids,
             preempted_request_ids=self.preempted,
             block_copies=[(source, destination) for destination, source in self.copies.items()] if self.copies else (),
@@ -88,11 +101,3 @@ def _describe(request: Request, block_ids: list[list[int]]) -> NewRequestData:
         block_ids=block_ids,
         num_computed_tokens=request.num_computed_tokens,
     )
-
-
-def _kind(request: Request) -> StepKind:
-    """What the next tokens of a request are: a chunk that spans two kinds counts as the first."""
-    computed = request.num_computed_tokens
-    if computed < request.num_recompute_tokens:
-        return "recompute"
-    return "prefill" if computed < request.num_prompt_tokens else "decode"

@@ -199,8 +199,16 @@ class EngineHost:
             self._unload(f"the engine failed in a step: {reason}")
             self._state = "failed"
             return
+        listeners = self._listeners
         for event in events:
-            self._deliver(event)
+            if event.finish_reason is not None:
+                self._deliver(event)
+                continue
+            listener = listeners[event.request_id]
+            try:  # as `_deliver`, without its calls: nearly every event
+                listener(event)
+            except Exception:
+                logger.exception("a listener failed on request %s", event.request_id)
 
     def _deliver(self, event: StreamEvent) -> None:
         if event.finish_reason is None:
@@ -224,11 +232,10 @@ class EngineHost:
             freeze_objects()  # a run begins; pages have brought in modules since the model was loaded
 
     def _load(self, config: EngineConfig, on_phase: Callable[[Phase], None]) -> EngineInfo:
-        from backend.engine.loading import load_engine, model_fingerprint  # torch comes in here, and not before
+        from backend.engine.loading import files_fingerprint, load_engine  # torch comes in here, and not before
 
         self._check_open()
-        names = (config.model.name, config.speculative.model)
-        identity = (config, [model_fingerprint(name) for name in names if name is not None])
+        identity = (config, files_fingerprint(config))
         if self._loaded is not None and self._identity == identity:
             return self._loaded.info
         self._unload("another model was loaded")

@@ -83,7 +83,10 @@ class StepRecorder:
             num_tokens, num_rejected = self._take_rounds(step, *rounds, events)
         num_out, num_in = len(scheduled.swapped_out), len(scheduled.swapped_in)
         total = sum(num_tokens.values())
-        decoded = sum(compress(num_tokens.values(), map("decode".__eq__, kinds)))
+        if list(kinds).count("decode") == len(kinds):  # most steps
+            decoded = total
+        else:
+            decoded = sum(compress(num_tokens.values(), map("decode".__eq__, kinds)))
         self._emit(
             LEDGER_KIND,
             self._ledger.append(self._step, num_tokens, num_tokens.values(), kinds, step.events, step.key_frame),

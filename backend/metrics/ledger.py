@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from backend.core.block_events import BlockEvent, PoolState
 from backend.core.output import StepKind
-from backend.metrics.ledger_format import STEP_KIND_CODES, Columns
+from backend.metrics.ledger_format import Columns
 
 LEDGER_KIND = "steps"  # the `kind` of these chunks in `StatsSink.on_chunk`
 KEY_FRAME_STEPS = 256  # a chunk has so many steps at most
@@ -56,12 +56,8 @@ class StepLedger:
         columns = self._columns
         if key_frame is not None:
             columns.key_frame = key_frame
-        num_entries = len(columns.kinds)
-        columns.id_indices.extend(map(columns.ids.__getitem__, request_ids))
-        columns.num_scheduled_tokens.extend(num_scheduled_tokens)
-        columns.kinds.extend(map(STEP_KIND_CODES.__getitem__, kinds))
+        columns.add_entries(list(request_ids), list(num_scheduled_tokens), list(kinds))
         columns.steps.append(step)
-        columns.counts.append(len(columns.kinds) - num_entries)
         columns.events.extend(events)
         columns.event_counts.append(len(events))
         return self.flush() if len(columns.steps) >= KEY_FRAME_STEPS else before

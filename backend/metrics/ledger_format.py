@@ -32,7 +32,7 @@ import json
 import struct
 import zlib
 from array import array
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -43,6 +43,7 @@ from backend.errors import DatabaseError
 
 STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)  # a code is the place in this order
 STEP_KIND_CODES = {kind: code for code, kind in enumerate(STEP_KINDS)}
+_DECODE = bytes([STEP_KIND_CODES["decode"]])
 EVENT_KINDS: tuple[BlockEventKind, ...] = get_args(BlockEventKind)  # likewise
 EVENT_KIND_CODES = {kind: code for code, kind in enumerate(EVENT_KINDS)}
 _OF_THE_POOL = frozenset({"cache", "evict", "uncache"})  # kinds of events that need no request
@@ -102,18 +103,39 @@ class Columns:
         self.id_indices, self.num_scheduled_tokens, self.kinds = array("I"), array("I"), bytearray()
         self.events: list[BlockEvent] = []  # nobody changes them: laid out only when the chunk is encoded
         self.key_frame: PoolState | None = None
+        self._last_ids: list[str] = []  # of the entries added last, and what they are in `id_indices`
+        self._last_indices = array("I")
+
+    def add_entries(self, request_ids: list[str], num_scheduled_tokens: list[int], kinds: list[StepKind]) -> None:
+        """Those of one step. In most, the requests are those of the step before, and each decodes a token."""
+        if request_ids != self._last_ids:
+            self._last_ids = request_ids
+            self._last_indices = array("I", map(self.ids.__getitem__, request_ids))
+        self.id_indices.extend(self._last_indices)
+        num_entries = len(kinds)
+        if num_scheduled_tokens.count(1) == num_entries:
+            self.num_scheduled_tokens.extend(array("I", (1,)) * num_entries)
+        else:
+            self.num_scheduled_tokens.fromlist(num_scheduled_tokens)
+        if kinds.count("decode") == num_entries:
+            self.kinds.extend(_DECODE * num_entries)
+        else:
+            self.kinds.extend(map(STEP_KIND_CODES.__getitem__, kinds))
+        self.counts.append(num_entries)
 
     def encode(self) -> bytes:
         lists = _lists_of(self.key_frame)
-        owners = array("I", [self._owner(event.request_id) for event in self.events])
+        # Column by column rather than event by event: that holds the interpreter, which the step loop needs, half as long.
+        event_kinds, event_ids, groups, event_blocks, tokens = (
+            zip(*self.events, strict=True) if self.events else [()] * 5
+        )
+        owners = array("I", [self._owner(request_id) for request_id in event_ids])
         list_owners = array("I", [self._owner(each.request_id) for each in lists])
         list_tokens = array("I", [0 if each.num_tokens is None else each.num_tokens + 1 for each in lists])
-        event_sizes = array("I", [len(event.block_ids) for event in self.events])
-        event_tokens = array("I", [event.num_tokens for event in self.events])
+        event_sizes = array("I", map(len, event_blocks))
+        event_tokens = array("I", tokens)
         list_sizes = array("I", [len(each.block_ids) for each in lists])
-        block_ids = array("I")
-        for event in self.events:
-            block_ids.extend(event.block_ids)
+        block_ids = array("I", list(chain.from_iterable(event_blocks)))
         for each in lists:
             block_ids.extend(each.block_ids)
         names = json.dumps(list(self.ids), ensure_ascii=False, separators=(",", ":")).encode()
@@ -123,8 +145,8 @@ class Columns:
         columns += (owners, event_sizes, event_tokens, list_owners, list_sizes, list_tokens, differences)
         numbers = (np.asarray(column).astype("<u4", copy=False).tobytes() for column in columns)
         codes = (
-            bytes(EVENT_KIND_CODES[event.kind] for event in self.events),
-            bytes(event.group for event in self.events),
+            bytes(map(EVENT_KIND_CODES.__getitem__, event_kinds)),
+            bytes(groups),
             bytes(each.group for each in lists),
             bytes([self.key_frame is not None]),
         )

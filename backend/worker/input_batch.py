@@ -71,6 +71,7 @@ class _Last:
     request_ids: list[str]
     rows: np.ndarray
     max_seq_len: int
+    is_plain: bool  # without `SamplingMetadata`, which those that follow do without then as well
     places: dict[str, int] | None = None
 
 
@@ -143,7 +144,7 @@ class InputBatch:
             for group, blocks in enumerate(block_ids):
                 new_blocks += [(group, place, column, block) for column, block in enumerate(blocks, state.num_blocks)]
             self._add_blocks(state, block_ids)
-        sampling = self._sampling(last.rows, last.request_ids)
+        sampling = None if last.is_plain else self._sampling(last.rows, last.request_ids)
         self._num_tokens[last.rows] += 1
         return RepeatInput(last.request_ids, last.rows, new_blocks, sampling)
 
@@ -157,14 +158,14 @@ class InputBatch:
         order[:num_decodes] = np.argsort(-num_computed[:num_decodes], kind="stable")
         num_tokens, num_computed = num_tokens[order], num_computed[order]
         request_ids = [scheduled_ids[index] for index in order.tolist()]
-        states = [self._states[request_id] for request_id in request_ids]
-        rows = np.array([state.row for state in states], dtype=np.int64)
+        num_reqs, states = len(request_ids), self._states
+        rows = np.array([states[request_id].row for request_id in request_ids], dtype=np.int64)
         seq_lens = num_computed + num_tokens
-        if num_decodes == len(states):
-            query_start_loc = np.arange(len(states) + 1, dtype=np.int32)
+        if num_decodes == num_reqs:
+            query_start_loc = np.arange(num_reqs + 1, dtype=np.int32)
             token_rows, positions = rows, num_computed
         else:
-            query_start_loc = np.zeros(len(states) + 1, dtype=np.int32)
+            query_start_loc = np.zeros(num_reqs + 1, dtype=np.int32)
             np.cumsum(num_tokens, out=query_start_loc[1:])
             token_rows = np.repeat(rows, num_tokens)
             positions = np.arange(len(token_rows)) + np.repeat(num_computed - query_start_loc[:-1], num_tokens)
@@ -174,13 +175,15 @@ class InputBatch:
 
         sampled_reqs = np.flatnonzero(seq_lens == self._num_tokens[rows])
         sampled_rows = rows[sampled_reqs]
-        sampled_request_ids = [request_ids[index] for index in sampled_reqs.tolist()]
+        sampled_request_ids = request_ids
+        if len(sampled_reqs) < num_reqs:
+            sampled_request_ids = [request_ids[index] for index in sampled_reqs.tolist()]
         sampling = self._sampling(sampled_rows, sampled_request_ids)
         self._num_tokens[sampled_rows] += 1
-        token_ids = self._token_ids(states, rows, num_computed, seq_lens, query_start_loc)
+        token_ids = self._token_ids(request_ids, rows, num_computed, seq_lens, query_start_loc)
         self._last = None
-        if num_decodes == len(sampled_reqs) == len(states) and (token_ids == SAMPLED_TOKEN).all():
-            self._last = _Last(scheduled_ids, request_ids, rows, int(seq_lens.max()))
+        if num_decodes == len(sampled_reqs) == num_reqs and (token_ids == SAMPLED_TOKEN).all():
+            self._last = _Last(scheduled_ids, request_ids, rows, int(seq_lens.max()), sampling is None)
         return StepInput(
             token_ids=token_ids,
             token_rows=token_rows,
@@ -205,7 +208,7 @@ class InputBatch:
 
     def _token_ids(
         self,
-        states: list[_RequestState],
+        request_ids: list[str],
         rows: np.ndarray,
         num_computed: np.ndarray,
         seq_lens: np.ndarray,
@@ -213,14 +216,17 @@ class InputBatch:
     ) -> np.ndarray:
         token_ids = np.full(query_start_loc[-1], SAMPLED_TOKEN, dtype=np.int64)
         for index in np.flatnonzero(num_computed < self._num_known[rows]).tolist():
-            known = states[index].token_ids[num_computed[index] : seq_lens[index]]
+            known = self._states[request_ids[index]].token_ids[num_computed[index] : seq_lens[index]]
             token_ids[query_start_loc[index] : query_start_loc[index] + len(known)] = known
         return token_ids
 
     def _add_blocks(self, state: _RequestState, block_ids: list[list[int]]) -> None:
         begin, end = state.num_blocks, state.num_blocks + len(block_ids[0])
         for table, blocks in zip(self._tables, block_ids, strict=True):
-            table[state.row, begin:end] = blocks
+            if len(blocks) == 1:  # quicker by far than a slice
+                table[state.row, begin] = blocks[0]
+            else:
+                table[state.row, begin:end] = blocks
         state.num_blocks = end
 
     def _sampling(self, rows: np.ndarray, request_ids: list[str]) -> SamplingMetadata | None:

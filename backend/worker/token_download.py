@@ -29,7 +29,11 @@ class TokenDownload:
     def result(self) -> ModelRunnerOutput:
         if self._done:
             self._done.synchronize()
-        outcomes = dict(zip(self._request_ids, self._outcomes.tolist(), strict=True))
-        errors = {request_id: self._not_finite for request_id, outcome in outcomes.items() if outcome < 0}
-        sampled = {request_id: [outcome] for request_id, outcome in outcomes.items() if outcome >= 0}
-        return ModelRunnerOutput(sampled, errors)
+        outcomes = self._outcomes.tolist()
+        sampled = dict(zip(self._request_ids, [[outcome] for outcome in outcomes], strict=True))
+        if not outcomes or min(outcomes) >= 0:  # nearly always
+            return ModelRunnerOutput(sampled)
+        failed = [request_id for request_id, (outcome,) in sampled.items() if outcome < 0]
+        for request_id in failed:
+            del sampled[request_id]
+        return ModelRunnerOutput(sampled, dict.fromkeys(failed, self._not_finite))

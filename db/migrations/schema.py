@@ -12,7 +12,7 @@ from backend.errors import DatabaseError
 if TYPE_CHECKING:
     from alembic.config import Config
 
-HEAD = "0006"  # newest file in versions/; known here so that opening an up-to-date database costs no import of Alembic
+HEAD = "0007"  # newest file in versions/; known here so that opening an up-to-date database costs no import of Alembic
 
 
 def check_schema(connection: Connection, where: str) -> bool:

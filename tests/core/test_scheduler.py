@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from backend.core.step_plan import StepPlan
 from tests.core.paged_machine import VOCAB, Lab, generate, next_token
 
 
@@ -50,6 +51,19 @@ def test_the_request_admitted_last_is_preempted_first() -> None:
     lab.run()
     assert "a" not in [key for step in lab.steps for key in step.preempted_request_ids]
     assert list(lab.finished) == ["a", "b", "c"]
+
+
+def test_who_was_preempted_for_a_prompt_gets_no_token_in_that_step() -> None:
+    """A policy may serve decodes behind prompts, and hands over those that ran when the step began."""
+    lab = Lab()
+    for key in "ab":
+        lab.add(key, prompt_of(7, ord(key)), max_tokens=10)
+    lab.step()
+    scheduler, plan = lab.scheduler, StepPlan(100, 0)
+    first, last = decodes = list(scheduler.running)
+    scheduler._preempt(plan, last)
+    scheduler.schedule_decodes(plan, decodes)
+    assert (plan.num_tokens, plan.budget) == ({first: 1}, 99)
 
 
 def test_a_request_may_fill_the_whole_pool_and_then_ends_by_length() -> None:
