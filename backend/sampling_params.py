@@ -40,7 +40,8 @@ class SamplingParams(SamplingSettings):
     """All sampling parameters of one request.
 
     Every draw is a pure function of (`seed`, output position, purpose), so a request gives the same tokens alone, in any
-    batch, chunked or preempted.
+    batch, chunked or preempted. With speculation a token's draw also depends on whether it was drafted, and with that a
+    sampled request on how many drafts the step's budget left room for; its distribution does not.
     """
 
     seed: int = Field(0, ge=0, lt=2**63)

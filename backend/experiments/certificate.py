@@ -5,7 +5,8 @@ two best logits lie closer than a stated bound; it is listed with its gap. Sampl
 of their own, are tested for one joint distribution of three tokens. Those are output positions 1 to 3: the first token comes out
 of the prompt and is never drafted, the three behind it come from rounds, accepted, recovered and bonus alike.
 
-An engine that speculates on none of those tokens has shown nothing: its certificate is inconclusive. No torch.
+An engine that speculates on none of those tokens has shown nothing, nor have samples too few to differ: such a certificate is
+inconclusive. No torch.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Greedy:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Attributes:
-    result: "exact": nothing speaks against it. "rejected": `reasons` say what does. "inconclusive": nothing was drafted.
+    result: "exact": nothing speaks against it. "rejected": `reasons` say what does. "inconclusive": `reasons`
+        say what was not tested.
     logit_gap_bound: None: equal tokens were demanded bit for bit.
     origins: of all tokens that speculation gave, and of those that were compared in distribution.
     """
@@ -162,10 +164,28 @@ def certify(
     ]
     reasons += [f"sampled tokens: {reason}" for reason in homogeneity.rejections]
     result: Result = "rejected" if reasons else "exact"
-    if not reasons and not compared["accepted"] + compared["recovered"]:
+    if not reasons and (reasons := _untested(other_answers[: len(prompts)], compared, homogeneity)):
         result = "inconclusive"
-        reasons = ["none of the tokens that were compared in distribution had been drafted"]
     return Verdict(result, reasons, greedy, logit_gap_bound, homogeneity, dict(origins), dict(compared))
+
+
+def _untested(greedy: Sequence[Answer], compared: Mapping[str, int], homogeneity: Homogeneity) -> list[str]:
+    """What the comparison says nothing about."""
+    reasons = []
+    if not _num_drafted(Counter(origin for answer in greedy for origin in answer.origins)):
+        reasons.append("none of the greedy tokens had been drafted")
+    if not _num_drafted(compared):
+        reasons.append("none of the tokens that were compared in distribution had been drafted")
+    elif homogeneity.degrees_of_freedom == 0:
+        reasons.append(
+            f"{homogeneity.num_samples:,} samples are too few for the χ² test: each of their triples is expected so seldom that "
+            "all fell into one cell"
+        )
+    return reasons
+
+
+def _num_drafted(origins: Mapping[str, int]) -> int:
+    return origins.get("accepted", 0) + origins.get("recovered", 0)
 
 
 def _sample_questions(

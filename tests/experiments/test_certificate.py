@@ -100,9 +100,23 @@ def test_another_distribution_is_rejected_and_the_reasons_are_told() -> None:
 
 def test_what_has_drafted_nothing_is_inconclusive() -> None:
     verdict = decide(Fake(probs()), Fake(probs()))
-    assert (verdict.result, len(verdict.reasons)) == ("inconclusive", 1)
+    assert (verdict.result, len(verdict.reasons)) == ("inconclusive", 2)  # greedy tokens and sampled ones
     assert decide(Fake(probs()), Fake(probs(), "bonus")).result == "inconclusive"
     assert decide(Fake(probs()), Fake(probs(), "recovered")).result == "exact"
+
+
+def test_samples_too_few_to_be_compared_are_inconclusive() -> None:
+    """Even of an engine that is wrong: everything lies in one cell then."""
+    verdict = decide(Fake(probs()), Fake(probs(bias=0.9), "accepted"), num_samples=20)
+    assert verdict.sampled.degrees_of_freedom == 0
+    assert (verdict.result, len(verdict.reasons)) == ("inconclusive", 1)
+    assert "20 samples are too few" in verdict.reasons[0]
+
+
+def test_greedy_answers_without_a_drafted_token_are_inconclusive() -> None:
+    """The first token of an answer comes out of the prompt."""
+    verdict = decide(Fake(probs()), Fake(probs(), "accepted"), max_tokens=1)
+    assert (verdict.result, verdict.reasons) == ("inconclusive", ["none of the greedy tokens had been drafted"])
 
 
 @dataclass
