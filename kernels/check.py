@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.kernel_op import Inputs, KernelOp, Tolerance
+from kernels.kernel_op import KernelOp, Tolerance, cloned
 from kernels.limits import dtype_name
 from kernels.registry import REGISTRY
 
@@ -81,10 +81,10 @@ def check_op(
     tolerance, errors = op.tolerances[dtype], _Errors()
     try:
         inputs = op.make_inputs(dtype, device, **(sizes or {}))
-        expected = _cloned(inputs)
+        expected = cloned(inputs)
         reference = op.reference(**expected)
         for number in range(_POISONS):
-            changed = _cloned(inputs)
+            changed = cloned(inputs)
             with Poisoned(number):
                 outputs = op.launch(**changed)
             _compare(errors, "output", op.comparable(outputs), op.comparable(reference), tolerance)
@@ -161,10 +161,6 @@ def _poison(dtype: torch.dtype, number: int) -> float | int | bool:
     if dtype.is_floating_point:
         return float("nan") if number == 0 else 239.0
     return torch.iinfo(dtype).max - 7 * number
-
-
-def _cloned(inputs: Inputs) -> Inputs:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 def _described(tensor: Tensor) -> str:

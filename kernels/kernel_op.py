@@ -14,6 +14,19 @@ Inputs = dict[str, Any]
 Output = Tensor | tuple[Any, ...] | None
 
 
+def cloned(inputs: Inputs) -> Inputs:
+    """The same inputs over memory of their own; a tuple's tensors too."""
+    return {name: _cloned(value) for name, value in inputs.items()}
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_cloned, value))
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """`|launch - reference| <= atol + rtol * |reference|`, element by element."""

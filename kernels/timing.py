@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.kernel_op import Inputs
+from kernels.kernel_op import Inputs, cloned
 
 NUM_WARM_UP_CALLS = 3
 NUM_SAMPLES = 25
@@ -75,10 +75,7 @@ def rotate(inputs: Inputs, bytes_moved: int, device: torch.device) -> Rotation:
     affordable = max(1, MAX_ROTATION_BYTES[device.type] // max(held, 1))
     calls = MAX_COPIES if device.type == "cuda" else NUM_WARM_UP_CALLS + NUM_SAMPLES
     number = min(wanted, affordable, calls)
-    copies = [
-        {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        for _ in range(number - 1)
-    ]
+    copies = [cloned(inputs) for _ in range(number - 1)]
     return Rotation([inputs, *copies], needs_sweep=number < wanted)
 
 

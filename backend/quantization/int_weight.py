@@ -13,6 +13,7 @@ from backend.quantization.base import PackedWeight
 from backend.quantization.group_size import CHANNEL
 from kernels.cpu.row_tiles import from_row_tiles, to_row_tiles
 from kernels.cpu.support import has_cpu_kernels
+from kernels.reference.code_grid import CodeGrid
 from kernels.reference.int_linear import dequantize_int
 from kernels.reference.int_words import codes_per_word, from_chunks, pack_words, to_chunks
 
@@ -101,17 +102,23 @@ class KernelIntWeight(PackedWeight):
         words = from_chunks(self.words, self.bits, self.in_features)
         return dequantize_int(words, self.scales, self.zero_points, self.minimums, self.bits, self.in_features)
 
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._product(x, bias, None)
+    @property
+    def code_grid(self) -> CodeGrid:
+        """What the fused kernels take beside `words`."""
+        return CodeGrid(self.bits, self.scales, self.zero_points, self.minimums)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, *, output: Tensor | None = None) -> Tensor:
+        """As `PackedWeight.linear`, into `output` if there is one: x's dtype, or float32 without a rounding before."""
+        return self._product(x, bias, None, output)
 
     def add_to(self, residual: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
-        self._product(x, bias, residual)
+        self._product(x, bias, residual, residual)
 
-    def _product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    def _product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, output: Tensor | None) -> Tensor:
         from kernels.ops.int_linear import int_linear  # needs triton, which a CPU does without
 
         grid = (self.scales, self.bits, self.zero_points, self.minimums)
-        return int_linear(x, self.words, *grid, bias, residual, output=residual)
+        return int_linear(x, self.words, *grid, bias, residual, output=output)
 
 
 @dataclass(frozen=True, slots=True)

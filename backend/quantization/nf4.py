@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from backend.quantization.base import PackedWeight
 from backend.quantization.group_size import CHANNEL
 from kernels.reference.int_words import pack_words
-from kernels.reference.nf4_linear import NF4_LEVELS, dequantize_magnitudes, dequantize_nf4, nf4_linear
+from kernels.reference.nf4_linear import NF4_LEVELS, dequantize_magnitudes, dequantize_nf4
+from kernels.reference.nf4_words import from_nf4_chunks, to_nf4_chunks
 
+KERNEL_BLOCK = 32  # inputs, of which the Triton kernel takes a multiple
 _LARGEST_CODE = 127  # of a magnitude: as far on both sides of the mean
 _ELEMENTS_AT_ONCE = 2**22  # of a weight while its nearest levels are looked for
 
@@ -39,13 +42,61 @@ class NF4Weight(PackedWeight):
     def block_size(self) -> int:
         return self.in_features // self.magnitude_codes.shape[1]
 
+    def prepare(self) -> PackedWeight:
+        has_kernel = self.magnitude_codes.shape[1] == 1 or self.block_size % KERNEL_BLOCK == 0
+        return KernelNF4Weight.of(self) if self.words.is_cuda and has_kernel else self
+
     def dequantize(self) -> Tensor:
         return dequantize_nf4(
             self.words, self.magnitude_codes, self.magnitude_steps, self.magnitude_means, self.in_features
         )
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return nf4_linear(x, self.words, self.magnitude_codes, self.magnitude_steps, self.magnitude_means, bias)
+        return F.linear(x, self.dequantize().to(x.dtype), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelNF4Weight(PackedWeight):
+    """An `NF4Weight` as the Triton kernel takes it: its codes in chunks, see `kernels.reference.nf4_words.to_nf4_chunks`.
+
+    The magnitudes' codes of a block are side by side for all rows, as [num_blocks, out_features] would have them.
+    """
+
+    in_features: int
+    words: Tensor
+    magnitude_codes: Tensor
+    magnitude_steps: Tensor
+    magnitude_means: Tensor
+
+    @classmethod
+    def of(cls, weight: NF4Weight) -> KernelNF4Weight:
+        words = to_nf4_chunks(weight.words, weight.in_features)
+        codes = weight.magnitude_codes.t().contiguous().t()
+        return cls(weight.in_features, words, codes, weight.magnitude_steps, weight.magnitude_means)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.words.shape[0], self.in_features
+
+    @property
+    def emulated(self) -> bool:
+        return False
+
+    def dequantize(self) -> Tensor:
+        words = from_nf4_chunks(self.words, self.in_features)
+        return dequantize_nf4(words, self.magnitude_codes, self.magnitude_steps, self.magnitude_means, self.in_features)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._product(x, bias, None)
+
+    def add_to(self, residual: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
+        self._product(x, bias, residual)
+
+    def _product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        from kernels.ops.nf4_linear import nf4_linear  # needs triton, which a CPU does without
+
+        magnitudes = (self.magnitude_codes, self.magnitude_steps, self.magnitude_means)
+        return nf4_linear(x, self.words, *magnitudes, bias, residual, output=residual)
 
 
 @dataclass(frozen=True, slots=True)

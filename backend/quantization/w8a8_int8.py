@@ -11,6 +11,8 @@ from kernels.cpu.row_tiles import from_row_tiles, to_row_tiles
 from kernels.cpu.support import has_cpu_kernels
 from kernels.reference.int8_linear import MAX_INT32_INPUTS, dequantize_int8, int8_linear, quantize_rows_int8
 
+MAX_KERNEL_INPUTS = 65536  # of the Triton kernel
+
 
 @dataclass(frozen=True, slots=True)
 class W8A8Weight(PackedWeight):
@@ -24,14 +26,38 @@ class W8A8Weight(PackedWeight):
         return self.codes.shape[0], self.codes.shape[1]
 
     def prepare(self) -> PackedWeight:
-        is_small = self.codes.shape[1] <= MAX_INT32_INPUTS
-        return CpuW8A8Weight.of(self) if self.codes.device.type == "cpu" and is_small and has_cpu_kernels() else self
+        in_features = self.codes.shape[1]
+        if self.codes.is_cuda and in_features <= MAX_KERNEL_INPUTS:
+            return KernelW8A8Weight(self.codes, self.scales)
+        if self.codes.device.type == "cpu" and in_features <= MAX_INT32_INPUTS and has_cpu_kernels():
+            return CpuW8A8Weight.of(self)
+        return self
 
     def dequantize(self) -> Tensor:
         return dequantize_int8(self.codes, self.scales)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return int8_linear(x, self.codes, self.scales, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelW8A8Weight(W8A8Weight):
+    """A `W8A8Weight` that the Triton kernel multiplies by, which takes it as it is."""
+
+    @property
+    def emulated(self) -> bool:
+        return False
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._product(x, bias, None)
+
+    def add_to(self, residual: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
+        self._product(x, bias, residual)
+
+    def _product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        from kernels.ops.int8_linear import int8_linear as kernel_int8_linear  # needs triton, which a CPU does without
+
+        return kernel_int8_linear(x, self.codes, self.scales, bias, residual, output=residual)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ chunk holds four pairs of neighbouring columns, and place p of all its words the
 
 A pair becomes two numbers of 16 bits with a shift and a three-input logic instruction: the codes are or-ed into the mantissa
 of 128 (bfloat16) or 1024 (float16), of which they are the last bits (the trick of Kim et al. 2022, "Who Says Elephants Can't
-Run"). What stands above the code is subtracted with the zero point, which is exact.
+Run"). What stands above the code is to be taken off again, see `code_bias`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,24 @@ def place_pairs(words, magic, PLACE: tl.constexpr):
 
 
 @triton.jit
+def code_bias(DTYPE: tl.constexpr, BITS: tl.constexpr):
+    """By how much codes are too large as numbers, with 8 bits as `low + 16 * high`; in float32 they are not."""
+    bias = 0.0 if DTYPE.is_fp32() else 1024.0 if DTYPE.is_fp16() else 128.0
+    return bias * (17.0 if BITS == 8 else 1.0)
+
+
+@triton.jit
+def ones_magic(DTYPE: tl.constexpr):
+    """The magic under which pairs of codes of 0 are ones."""
+    return 0x00010001 if DTYPE.is_fp32() else 0x3C003C00 if DTYPE.is_fp16() else 0x3F803F80
+
+
+@triton.jit
 def pair_halves(pairs, DTYPE: tl.constexpr):
-    """[..., 2]: both codes of the pairs as numbers, each above the dtype's `code_bias`."""
-    if DTYPE == tl.float32:
-        left = (pairs & 0xF).to(tl.float32) + 128.0
-        right = ((pairs >> 16) & 0xF).to(tl.float32) + 128.0
+    """[..., 2]: both codes of the pairs as numbers, with what stands above them."""
+    if DTYPE.is_fp32():
+        left = (pairs & 0xF).to(tl.float32)
+        right = ((pairs >> 16) & 0xF).to(tl.float32)
     else:
         left = pairs.to(tl.int16).to(DTYPE, bitcast=True)
         right = (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True)

@@ -7,17 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops.checks import check_product
-from kernels.ops.projection import (
-    Tiles,
-    begin_early,
-    default_tiles,
-    product_launch,
-    project_halves,
-)
+from kernels.ops.code_launch import check_fused_product, fused_launch
+from kernels.ops.code_projection import project_codes
+from kernels.ops.projection import Tiles, _split_halves, begin_early, project_halves
+from kernels.reference.code_grid import CodeGrid
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_parts", "stride_square_sums_token"])
+@triton.jit(do_not_specialize=["num_tokens", "num_parts", "stride_square_sums_token", "magic"])
 def _norm_gated_linear_kernel(
     output_ptr,
     x_ptr,
@@ -33,6 +29,14 @@ def _norm_gated_linear_kernel(
     stride_x_token,
     stride_weight_row,
     stride_square_sums_token,
+    scales_ptr,
+    origins_ptr,
+    magic,
+    num_chunks,
+    stride_scales_row,
+    stride_scales_group,
+    stride_origins_row,
+    stride_origins_group,
     BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -42,8 +46,15 @@ def _norm_gated_linear_kernel(
     SMALL: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
+    BITS: tl.constexpr,
+    ORIGIN: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
-    """BLOCK_N / 2 gate rows and the up rows that belong to them per program; with TMA, x and the weight are descriptors.
+    """BLOCK_N / 2 gate rows and the up rows that belong to them per program.
+
+    With TMA, x and the weight are descriptors; with BITS, the weight is codes, and the product `project_codes`.
 
     Grid: (cdiv(num_outputs, BLOCK_N / 2), cdiv(num_tokens, BLOCK_M)).
     """
@@ -58,30 +69,61 @@ def _norm_gated_linear_kernel(
     if BIAS:
         gate_bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
         up_bias = tl.load(bias_ptr + num_outputs + column, mask=column_mask, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    gate, up = project_halves(
-        x_ptr,
-        weight_ptr,
-        square_sums_ptr,
-        row,
-        first_row,
-        num_outputs + first_row,
-        first_token,
-        num_tokens,
-        num_columns,
-        num_parts,
-        eps,
-        stride_x_token,
-        stride_weight_row,
-        stride_square_sums_token,
-        EVEN_K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        BLOCK_PARTS,
-        TMA,
-    )
+    if BITS > 0:
+        total = project_codes(
+            x_ptr,
+            weight_ptr,
+            scales_ptr,
+            origins_ptr,
+            magic,
+            first_row,
+            num_outputs + first_row,
+            2 * num_outputs,
+            first_token,
+            num_tokens,
+            num_columns,
+            num_chunks,
+            stride_x_token,
+            stride_weight_row,
+            stride_scales_row,
+            stride_scales_group,
+            stride_origins_row,
+            stride_origins_group,
+            BITS,
+            ORIGIN,
+            GROUP,
+            EVEN,
+            BLOCK_M,
+            BLOCK_N,
+            SHARES,
+            PDL,
+        )
+        gate, up = _split_halves(total, BLOCK_M, HALF)
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        gate, up = project_halves(
+            x_ptr,
+            weight_ptr,
+            square_sums_ptr,
+            row,
+            first_row,
+            num_outputs + first_row,
+            first_token,
+            num_tokens,
+            num_columns,
+            num_parts,
+            eps,
+            stride_x_token,
+            stride_weight_row,
+            stride_square_sums_token,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            BLOCK_PARTS,
+            TMA,
+        )
     if BIAS:
         gate += gate_bias[None, :]
         up += up_bias[None, :]
@@ -98,6 +140,7 @@ def norm_gated_linear(
     square_sums: Tensor | None = None,
     eps: float = 0.0,
     bias: Tensor | None = None,
+    code_grid: CodeGrid | None = None,
     *,
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -113,13 +156,15 @@ def norm_gated_linear(
             `DeferredNorm`; None where x needs none
         eps: of the norm, added to the mean square
         bias: x.dtype [2 * I], stride (1,)
-        tiles: how to cut the product; by default chosen from the sizes
+        code_grid: makes the weight one of codes, int32 as `CodeGrid` says, on its device; for at most 16 tokens, and without
+            square_sums
+        tiles: how to cut the product; by default chosen from the sizes. With codes as for few tokens of `int_linear`
     Returns:
         x.dtype [num_tokens, I], contiguous. Nothing is mutated.
     Raises:
         ValueError: a shape, dtype, device or stride is not as above.
     """
-    check_product(x, weight, square_sums, bias)
+    code = check_fused_product(x, weight, square_sums, bias, code_grid)
     num_tokens, num_columns = x.shape
     num_rows = weight.shape[0]
     if num_rows % 2:
@@ -128,8 +173,7 @@ def norm_gated_linear(
     output = torch.empty((num_tokens, num_rows // 2), dtype=x.dtype, device=x.device)
     if output.numel() == 0:
         return output
-    tiles = tiles or default_tiles(num_tokens, num_rows, num_columns)
-    launch = product_launch(x, weight, square_sums, tiles, box_rows=tiles.block_n // 2)
+    launch, tiles, codes = fused_launch(x, weight, square_sums, code, tiles)
     grid = (triton.cdiv(num_rows // 2, tiles.block_n // 2), triton.cdiv(num_tokens, tiles.block_m))
     _norm_gated_linear_kernel[grid](
         output,
@@ -146,6 +190,7 @@ def norm_gated_linear(
         x.stride(0),
         weight.stride(0),
         launch.stride_square_sums_token,
+        *codes,
         BIAS=bias is not None,
         **launch.options,
     )

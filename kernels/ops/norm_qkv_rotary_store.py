@@ -7,19 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops.checks import check_product, check_tensor
-from kernels.ops.projection import (
-    Tiles,
-    begin_early,
-    default_tiles,
-    product_launch,
-    project_halves,
-)
+from kernels.ops.checks import check_tensor
+from kernels.ops.code_launch import check_fused_product, fused_launch
+from kernels.ops.code_projection import project_codes
+from kernels.ops.projection import Tiles, _split_halves, begin_early, project_halves
+from kernels.reference.code_grid import CodeGrid
 
 
 # A step's arrays lie end to end in one buffer: where each begins is not to make another kernel of it.
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_parts", "stride_square_sums_token"],
+    do_not_specialize=["num_tokens", "num_parts", "stride_square_sums_token", "magic"],
     do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"],
 )
 def _norm_qkv_rotary_store_kernel(
@@ -48,6 +45,14 @@ def _norm_qkv_rotary_store_kernel(
     stride_value_cache_block,
     stride_value_cache_slot,
     stride_value_cache_head,
+    scales_ptr,
+    origins_ptr,
+    magic,
+    num_chunks,
+    stride_scales_row,
+    stride_scales_group,
+    stride_origins_row,
+    stride_origins_group,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -61,8 +66,15 @@ def _norm_qkv_rotary_store_kernel(
     SMALL: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
+    BITS: tl.constexpr,
+    ORIGIN: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
-    """BLOCK_N / 2 rotation pairs (i, HEAD_DIM / 2 + i) of one head per program; with TMA, x and the weight are descriptors.
+    """BLOCK_N / 2 rotation pairs (i, HEAD_DIM / 2 + i) of one head per program.
+
+    With TMA, x and the weight are descriptors; with BITS, the weight is codes, and the product `project_codes`.
 
     Grid: ((NUM_HEADS + 2 * NUM_KV_HEADS) * cdiv(HEAD_DIM / 2, BLOCK_N / 2), cdiv(num_tokens, BLOCK_M)).
     """
@@ -91,30 +103,61 @@ def _norm_qkv_rotary_store_kernel(
     angle_ptrs = cos_sin_cache_ptr + (position * stride_cos_sin_position)[:, None] + pair[None, :]
     cos = tl.load(angle_ptrs, mask=mask, other=0.0)
     sin = tl.load(angle_ptrs + HALF_DIM, mask=mask, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    left, right = project_halves(
-        x_ptr,
-        weight_ptr,
-        square_sums_ptr,
-        row,
-        first_row,
-        first_row + HALF_DIM,
-        first_token,
-        num_tokens,
-        num_columns,
-        num_parts,
-        eps,
-        stride_x_token,
-        stride_weight_row,
-        stride_square_sums_token,
-        EVEN_K,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        BLOCK_PARTS,
-        TMA,
-    )
+    if BITS > 0:
+        total = project_codes(
+            x_ptr,
+            weight_ptr,
+            scales_ptr,
+            origins_ptr,
+            magic,
+            first_row,
+            first_row + HALF_DIM,
+            (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM,
+            first_token,
+            num_tokens,
+            num_columns,
+            num_chunks,
+            stride_x_token,
+            stride_weight_row,
+            stride_scales_row,
+            stride_scales_group,
+            stride_origins_row,
+            stride_origins_group,
+            BITS,
+            ORIGIN,
+            GROUP,
+            EVEN,
+            BLOCK_M,
+            BLOCK_N,
+            SHARES,
+            PDL,
+        )
+        left, right = _split_halves(total, BLOCK_M, HALF)
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        left, right = project_halves(
+            x_ptr,
+            weight_ptr,
+            square_sums_ptr,
+            row,
+            first_row,
+            first_row + HALF_DIM,
+            first_token,
+            num_tokens,
+            num_columns,
+            num_parts,
+            eps,
+            stride_x_token,
+            stride_weight_row,
+            stride_square_sums_token,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            BLOCK_PARTS,
+            TMA,
+        )
     if BIAS:
         left += left_bias[None, :]
         right += right_bias[None, :]
@@ -154,6 +197,7 @@ def norm_qkv_rotary_store(
     square_sums: Tensor | None = None,
     eps: float = 0.0,
     bias: Tensor | None = None,
+    code_grid: CodeGrid | None = None,
     *,
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -175,14 +219,16 @@ def norm_qkv_rotary_store(
             `DeferredNorm`; None where x needs none
         eps: of the norm, added to the mean square
         bias: x.dtype [(num_heads + 2 * num_kv_heads) * head_dim], stride (1,)
-        tiles: how to cut the product; by default chosen from the sizes
+        code_grid: makes the weight one of codes, int32 as `CodeGrid` says, on its device; for at most 16 tokens, and without
+            square_sums
+        tiles: how to cut the product; by default chosen from the sizes. With codes as for few tokens of `int_linear`
     Returns:
         x.dtype [num_tokens, num_heads, head_dim], contiguous: the rotated queries.
     Raises:
         ValueError: a shape, dtype, device or stride is not as above, head_dim is odd, or the weight's rows are not a
             number of heads that leaves any for the queries. Values on the device are not read.
     """
-    check_product(x, weight, square_sums, bias)
+    code = check_fused_product(x, weight, square_sums, bias, code_grid)
     num_tokens, num_columns = x.shape
     check_tensor("key_cache", key_cache, (None, None, None, None), x.dtype, x.device)
     check_tensor("value_cache", value_cache, tuple(key_cache.shape), x.dtype, x.device)
@@ -200,8 +246,7 @@ def norm_qkv_rotary_store(
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return query
-    tiles = tiles or default_tiles(num_tokens, weight.shape[0], num_columns)
-    launch = product_launch(x, weight, square_sums, tiles, box_rows=tiles.block_n // 2)
+    launch, tiles, codes = fused_launch(x, weight, square_sums, code, tiles)
     parts = triton.cdiv(head_dim // 2, tiles.block_n // 2)
     grid = ((num_heads + 2 * num_kv_heads) * parts, triton.cdiv(num_tokens, tiles.block_m))
     _norm_qkv_rotary_store_kernel[grid](
@@ -230,6 +275,7 @@ def norm_qkv_rotary_store(
         value_cache.stride(0),
         value_cache.stride(1),
         value_cache.stride(2),
+        *codes,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,

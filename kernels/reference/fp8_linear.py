@@ -39,24 +39,35 @@ def quantize_fp8(x: Tensor, *, per_row: bool) -> tuple[Tensor, Tensor]:
     wide = x.float()
     magnitudes = wide.abs().where(wide.isfinite(), 0.0)
     largest = magnitudes.amax(dim=1, keepdim=True) if per_row else magnitudes.amax().expand(x.shape[0], 1)
-    scales = (largest / LARGEST).contiguous()
+    # By a tensor: by a number, CUDA multiplies with what is 1 over it when rounded.
+    scales = largest.contiguous() / torch.full_like(largest, LARGEST)
     return cast_fp8(wide, scales), scales
 
 
-def fp8_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, *, per_token: bool) -> Tensor:
-    """`y = x W^T + b`, float [num_tokens, in_features] -> [num_tokens, out_features] in x's dtype.
+def fp8_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    per_token: bool = True,
+) -> Tensor:
+    """`y = x W^T + b + r`, float [num_tokens, in_features] -> [num_tokens, out_features] in x's dtype.
 
-    Activations are rounded as they come. Codes are multiplied and summed in float32; scales and bias follow.
+    Activations are rounded as they come. Codes are multiplied and summed in float32; scales, bias and residual follow.
 
     Args:
         codes: float8_e4m3fn [out_features, in_features].
         scales: float32 [out_features, 1], `w = code * scale`.
         bias: float [out_features].
+        residual: float [num_tokens, out_features].
         per_token: activations have a scale per token; otherwise one for all, and a token's depends on those beside it.
     """
     x_codes, x_scales = quantize_fp8(x, per_row=per_token)
     y = (x_codes.float() @ codes.float().t()) * x_scales * scales.t()
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    for term in (bias, residual):
+        y = y if term is None else y + term.float()
+    return y.to(x.dtype)
 
 
 def dequantize_fp8(codes: Tensor, scales: Tensor) -> Tensor:

@@ -25,7 +25,9 @@ def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     finite = wide.isfinite().all(dim=1, keepdim=True)
     wide = wide.where(finite, 0.0)
-    scales = wide.abs().amax(dim=1, keepdim=True) / LARGEST_CODE
+    largest = wide.abs().amax(dim=1, keepdim=True)
+    # By a tensor: by a number, CUDA multiplies with what is 1 over it when rounded.
+    scales = largest / torch.full_like(largest, LARGEST_CODE)
     # Of a scale that rounds to 0 nothing is left; one below float32's normal numbers is so coarse that codes may pass 127.
     codes = torch.where(scales > 0, wide / scales, 0.0).round().clamp(-LARGEST_CODE, LARGEST_CODE)
     return codes.to(torch.int8), scales.where(finite, torch.nan)
@@ -46,19 +48,24 @@ def multiply_int8(x: Tensor, weight: Tensor) -> Tensor:
     return (x.double() @ weight.double().t()).float()
 
 
-def int8_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`y = x W^T + b`, float [num_tokens, in_features] -> [num_tokens, out_features] in x's dtype.
+def int8_linear(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """`y = x W^T + b + r`, float [num_tokens, in_features] -> [num_tokens, out_features] in x's dtype.
 
-    Activations are rounded as they come, each token by itself (`quantize_rows_int8`); sums are exact integers, and scales
-    and bias follow in float32.
+    Activations are rounded as they come, each token by itself (`quantize_rows_int8`); sums are exact integers, and scales,
+    bias and residual follow in float32.
 
     Args:
         codes: int8 [out_features, in_features], -127 to 127.
         scales: float32 [out_features, 1], `w = code * scale`.
         bias: float [out_features].
+        residual: float [num_tokens, out_features].
     """
     y = scaled_int8_product(x, codes, scales)
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    for term in (bias, residual):
+        y = y if term is None else y + term.float()
+    return y.to(x.dtype)
 
 
 def scaled_int8_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.reference.int_words import unpack_words
+from kernels.reference.nf4_words import from_nf4_chunks
 
 # Appendix E of the paper: 8 quantiles of the normal distribution above 0 and 7 below it, from probability
 # 1 - (1/30 + 1/32) / 2 on in equal steps to 1/2, over the largest one; and 0, which is exact. Digits as published.
@@ -55,10 +56,20 @@ def dequantize_nf4(words: Tensor, codes: Tensor, steps: Tensor, means: Tensor, i
 
 
 def nf4_linear(
-    x: Tensor, words: Tensor, codes: Tensor, steps: Tensor, means: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    words: Tensor,
+    codes: Tensor,
+    steps: Tensor,
+    means: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """`y = x W^T + b`, float [num_tokens, in_features] -> [num_tokens, out_features] in x's dtype.
+    """`y = x W^T + b + r`, float [num_tokens, in_features] -> [num_tokens, out_features] in x's dtype.
 
-    Args: as `dequantize_nf4`; the weight is rounded to x's dtype, as tensor cores take it.
+    The weight is rounded to x's dtype, as tensor cores take it.
+
+    Args: as `dequantize_nf4`, but words are in chunks, see `to_nf4_chunks`.
     """
-    return F.linear(x, dequantize_nf4(words, codes, steps, means, x.shape[1]).to(x.dtype), bias)
+    weight = dequantize_nf4(from_nf4_chunks(words, x.shape[1]), codes, steps, means, x.shape[1])
+    product = F.linear(x, weight.to(x.dtype), bias)
+    return product if residual is None else product + residual

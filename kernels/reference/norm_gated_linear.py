@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kernels.reference.code_grid import CodeGrid
 from kernels.reference.projection import project
 from kernels.reference.silu_and_mul import silu_and_mul
 
@@ -14,6 +15,7 @@ def norm_gated_linear(
     square_sums: Tensor | None = None,
     eps: float = 0.0,
     bias: Tensor | None = None,
+    code_grid: CodeGrid | None = None,
 ) -> Tensor:
     """Division of a deferred norm, merged gate and up product, SiLU and multiply.
 
@@ -27,7 +29,8 @@ def norm_gated_linear(
             where x needs none
         eps: of the norm, added to the mean square
         bias: x.dtype [2 * I]
+        code_grid: makes the weight one of codes, int32 as `CodeGrid` says
     Returns:
         x.dtype [num_tokens, I]. Nothing is mutated.
     """
-    return silu_and_mul(project(x, weight, square_sums, eps, bias)).to(x.dtype)
+    return silu_and_mul(project(x, weight, square_sums, eps, bias, code_grid)).to(x.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kernels.reference.code_grid import CodeGrid
 from kernels.reference.projection import project
 from kernels.reference.rotary_embedding import rotary_embedding
 
@@ -19,6 +20,7 @@ def norm_qkv_rotary_store(
     square_sums: Tensor | None = None,
     eps: float = 0.0,
     bias: Tensor | None = None,
+    code_grid: CodeGrid | None = None,
 ) -> Tensor:
     """Division of a deferred norm, QKV product; queries and keys rotated by position; keys and values stored at slots.
 
@@ -38,12 +40,13 @@ def norm_qkv_rotary_store(
             where x needs none
         eps: of the norm, added to the mean square
         bias: x.dtype [(num_heads + 2 * num_kv_heads) * head_dim]
+        code_grid: makes the weight one of codes, int32 as `CodeGrid` says
     Returns:
         x.dtype [num_tokens, num_heads, head_dim], contiguous: the rotated queries.
     """
     _, block_size, num_kv_heads, head_dim = key_cache.shape
     num_heads = len(weight) // head_dim - 2 * num_kv_heads
-    heads = project(x, weight, square_sums, eps, bias).view(len(x), num_heads + 2 * num_kv_heads, head_dim)
+    heads = project(x, weight, square_sums, eps, bias, code_grid).view(len(x), num_heads + 2 * num_kv_heads, head_dim)
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     query, key = rotary_embedding(query, key, positions, cos_sin_cache)
     # Not by one index over a flat view, which a cache of other strides does not have.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.kernel_op import Inputs, KernelOp, Tolerance
 from kernels.reference.int_linear import int_linear
-from kernels.reference.int_words import CHUNK
+from kernels.specs.code_inputs import make_codes
 
 _LARGE: dict[str, Any] = {"num_columns": 4096, "group_size": 128}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -42,23 +42,15 @@ def make_inputs(
         origin: "none", "integer" (zero points) or "float" (minimums).
     """
     generator = torch.Generator(device).manual_seed(seed)
-    num_groups = num_columns // group_size
-    scale = 4 * 2.0**-bits * num_columns**-0.5
-
-    def random(*shape: int) -> Tensor:
-        return torch.rand(shape, device=device, generator=generator)
-
-    # A group's numbers of all rows side by side: the rows of a tile are loaded together.
-    scales = ((0.5 + random(num_groups, num_rows)) * scale).half().t()
-    num_words = -(-num_columns // CHUNK) * 4 * bits
-    words = torch.randint(-(2**31), 2**31, (num_rows, num_words), device=device, generator=generator)
-    zeros = (random(num_groups, num_rows) * 2**bits).to(torch.int16).t()
+    words, grid = make_codes(
+        generator, num_rows=num_rows, num_columns=num_columns, bits=bits, group_size=group_size, origin=origin
+    )
     return {
         "x": torch.randn(num_tokens, num_columns, dtype=dtype, device=device, generator=generator),
-        "words": words.to(torch.int32),
-        "scales": scales,
-        "zero_points": zeros if origin == "integer" else None,
-        "minimums": (-scales.float() * zeros).half() if origin == "float" else None,
+        "words": words,
+        "scales": grid.scales,
+        "zero_points": grid.zero_points,
+        "minimums": grid.minimums,
         "bias": torch.randn(num_rows, dtype=dtype, device=device, generator=generator) if bias else None,
         "residual": torch.randn(num_tokens, num_rows, dtype=dtype, device=device, generator=generator)
         if residual

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kernels.kernel_op import Inputs
+from kernels.specs.code_inputs import make_codes
 
 
 def make_linear_inputs(
@@ -16,18 +18,28 @@ def make_linear_inputs(
     num_rows: int,
     num_parts: int,
     bias: bool,
+    bits: int = 0,
+    group_size: int = 0,
+    origin: str = "none",
 ) -> Inputs:
-    """`x`, `weight`, `square_sums`, `eps` and `bias`; products have a spread of about 1.
+    """`x`, `weight`, `square_sums`, `eps` and `bias`, and with bits `code_grid`; products have a spread of about 1.
 
     Args:
         num_parts: of the sums of squares; 0 for an x that lacks no division.
+        bits: of the codes that the weight is made of; 0 for a matrix.
+        group_size, origin: of the codes, see `make_codes`.
     """
     device = generator.device
     hidden = torch.randn(num_tokens, num_columns, dtype=dtype, device=device, generator=generator)
-    weight = torch.randn(num_rows, num_columns, dtype=dtype, device=device, generator=generator)
-    inputs: Inputs = {
-        "x": hidden,
-        "weight": weight.mul_(num_columns**-0.5),
+    inputs: Inputs = {"x": hidden}
+    if bits:
+        inputs["weight"], inputs["code_grid"] = make_codes(
+            generator, num_rows=num_rows, num_columns=num_columns, bits=bits, group_size=group_size, origin=origin
+        )
+    else:
+        weight = torch.randn(num_rows, num_columns, dtype=dtype, device=device, generator=generator)
+        inputs["weight"] = weight.mul_(num_columns**-0.5)
+    inputs |= {
         "square_sums": None,
         "eps": 1e-5,
         "bias": torch.randn(num_rows, dtype=dtype, device=device, generator=generator) if bias else None,
@@ -42,8 +54,9 @@ def make_linear_inputs(
 
 
 def linear_input_bytes(inputs: Inputs) -> int:
-    return sum(inputs[name].nbytes for name in ("x", "weight", "square_sums", "bias") if inputs[name] is not None)
+    tensors = [*(inputs[name] for name in ("x", "weight", "square_sums", "bias")), *(inputs.get("code_grid") or ())]
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def product_flops(inputs: Inputs) -> int:
-    return 2 * len(inputs["x"]) * inputs["weight"].numel()
+    return 2 * inputs["x"].numel() * len(inputs["weight"])

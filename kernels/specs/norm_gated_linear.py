@@ -11,10 +11,12 @@ from kernels.reference.norm_gated_linear import norm_gated_linear
 from kernels.specs.linear_inputs import linear_input_bytes, make_linear_inputs, product_flops
 
 _LARGE: dict[str, Any] = {"num_columns": 4096, "intermediate": 14336, "num_parts": 64, "bias": False}
+_CODES: dict[str, Any] = {"num_parts": 0, "bits": 4, "group_size": 128, "origin": "float"}
 SHAPES: dict[str, dict[str, Any]] = {
     "1 x 4096 to 14336": _LARGE | {"num_tokens": 1},
     "16 x 4096 to 14336": _LARGE | {"num_tokens": 16},
     "64 x 4096 to 14336": _LARGE | {"num_tokens": 64},
+    "1 x 4096 to 14336, int4 g128": _LARGE | _CODES | {"num_tokens": 1},
     "8 x 576 to 1536": {"num_tokens": 8, "num_columns": 576, "intermediate": 1536, "num_parts": 18, "bias": False},
 }
 
@@ -29,11 +31,15 @@ def make_inputs(
     intermediate: int = 37,
     num_parts: int = 3,
     bias: bool = True,
+    bits: int = 0,
+    group_size: int = 0,
+    origin: str = "none",
 ) -> Inputs:
     """Args:
     num_parts: of the sums of squares of the norm before; 0 for an x that lacks no division.
+    bits, group_size, origin: of a weight of codes, see `make_linear_inputs`; those go with num_parts = 0.
     """
-    return make_linear_inputs(
+    return {"code_grid": None} | make_linear_inputs(
         dtype,
         torch.Generator(device).manual_seed(seed),
         num_tokens=num_tokens,
@@ -41,6 +47,9 @@ def make_inputs(
         num_rows=2 * intermediate,
         num_parts=num_parts,
         bias=bias,
+        bits=bits,
+        group_size=group_size,
+        origin=origin,
     )
 
 

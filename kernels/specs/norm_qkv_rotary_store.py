@@ -19,10 +19,12 @@ _LARGE: dict[str, Any] = {
     "num_parts": 64,
     "bias": False,
 }
+_CODES: dict[str, Any] = {"num_parts": 0, "bits": 4, "group_size": 128, "origin": "float"}
 SHAPES: dict[str, dict[str, Any]] = {
     "1 x 4096, 32/8 x 128": _LARGE | {"num_tokens": 1},
     "16 x 4096, 32/8 x 128": _LARGE | {"num_tokens": 16},
     "64 x 4096, 32/8 x 128": _LARGE | {"num_tokens": 64},
+    "1 x 4096, 32/8 x 128, int4 g128": _LARGE | _CODES | {"num_tokens": 1},
     "8 x 576, 9/3 x 64": {
         "num_tokens": 8,
         "num_columns": 576,
@@ -49,11 +51,15 @@ def make_inputs(
     num_blocks: int = 9,
     num_parts: int = 3,
     bias: bool = True,
+    bits: int = 0,
+    group_size: int = 0,
+    origin: str = "none",
 ) -> Inputs:
     """Slots and positions as for `rotary_and_store`.
 
     Args:
         num_parts: of the sums of squares of the norm before; 0 for an x that lacks no division.
+        bits, group_size, origin: of a weight of codes, see `make_linear_inputs`; those go with num_parts = 0.
     """
     rotated = rotary_and_store.make_inputs(
         dtype,
@@ -77,8 +83,11 @@ def make_inputs(
         num_rows=num_rows,
         num_parts=num_parts,
         bias=bias,
+        bits=bits,
+        group_size=group_size,
+        origin=origin,
     )
-    return linear | rotated
+    return {"code_grid": None} | linear | rotated
 
 
 def bytes_moved(inputs: Inputs) -> int:

@@ -18,8 +18,9 @@ from triton.compiler import ASTSource
 
 from kernels.ops import (
     attention_tiles,
+    code_tiles,
+    code_matrix,
     decode_positions,
-    dequantize_codes,
     embed_tokens,
     int_linear,
     norm_gated_linear,
@@ -62,7 +63,8 @@ def shared_bytes(kernel, constants, num_warps=4, num_stages=2, without=(), boxes
             signature[name] = f"tensordesc<bf16{boxes[name]}>"
         elif name.endswith("_ptr"):
             quantized = CODES.get(constants.get("FORMAT")) if "cache" in name and name != "cos_sin_cache_ptr" else None
-            signature[name] = quantized or POINTERS.get(name, "*bf16")
+            codes = "*i32" if name == "weight_ptr" and constants.get("BITS") else None
+            signature[name] = quantized or codes or POINTERS.get(name, "*bf16")
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name in ("eps", "scale") else "i32"
@@ -134,18 +136,20 @@ for block_m, changes in ((1, {"ORIGIN": "none"}), (8, {"BITS": 8}), (16, {"EVEN"
     without = ("origins_ptr",) if changes.get("ORIGIN") == "none" else ()
     assert shared_bytes(few, sizes | cut | changes, without=without) <= CONSUMER_SHARED_BYTES
 cut = {"BLOCK_M": 64, "BLOCK_N": 64, "SPLITS": 4}
-assert shared_bytes(int_linear._many_tokens_kernel, sizes | cut, num_stages=3) <= CONSUMER_SHARED_BYTES
+assert shared_bytes(code_tiles.many_tokens_kernel, sizes | cut, num_stages=3) <= CONSUMER_SHARED_BYTES
 sizes = {"BITS": 8, "ORIGIN": "float", "GROUP": 0, "BLOCK_N": 8}
-assert shared_bytes(dequantize_codes._dequantize_codes_kernel, sizes) <= CONSUMER_SHARED_BYTES
+assert shared_bytes(code_matrix._dequantize_codes_kernel, sizes) <= CONSUMER_SHARED_BYTES
 
 EVERYTHING = {"BIAS": True, "RESIDUAL": True, "NEXT_NORM": True, "EVEN_K": False, "BLOCK_PARTS": 64}
 NOTHING = {"BIAS": False, "RESIDUAL": False, "NEXT_NORM": False, "EVEN_K": True, "BLOCK_PARTS": 0}
+NO_CODES = {"BITS": 0, "ORIGIN": "none", "GROUP": 0, "EVEN": False, "SHARES": 1}
 HEADS = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "BLOCK_SIZE": 24}
 OPTIONAL = {
     "BIAS": ("bias_ptr",),
     "RESIDUAL": ("residual_ptr",),
     "NEXT_NORM": ("next_norm_weight_ptr", "scaled_ptr", "next_square_sums_ptr"),
     "BLOCK_PARTS": ("square_sums_ptr",),
+    "BITS": ("scales_ptr", "origins_ptr"),
 }
 BOXES = {"x_ptr": [16, 64], "weight_ptr": [64, 64]}  # through the copy engine
 KERNELS = (
@@ -160,10 +164,20 @@ for kernel in KERNELS:
         (default_tiles(32, 4096, 4096), EVERYTHING, {}, CONSUMER_SHARED_BYTES),
         (Tiles(16, block_n, 64, 4, 4), NOTHING | {"BIAS": True}, BOXES, HOPPER_SHARED_BYTES),
     ):
+        flags = flags | NO_CODES
         without = [name for flag, names in OPTIONAL.items() if not flags[flag] for name in names]
         constants = HEADS | flags | {"PDL": True} | {f"BLOCK_{axis}": tiles[i] for i, axis in enumerate("MNK")}
         shared = shared_bytes(kernel, constants, tiles.num_warps, tiles.num_stages, without, boxes)
         assert shared <= limit, (tiles, shared)
+CODES_OF = {"BITS": 4, "ORIGIN": "float", "GROUP": 128, "EVEN": True, "SHARES": 4, "BLOCK_K": 0, "SMALL": False}
+for kernel, changes in (
+    (norm_gated_linear._norm_gated_linear_kernel, {"BLOCK_M": 1, "BIAS": True}),
+    (norm_qkv_rotary_store._norm_qkv_rotary_store_kernel, {"BLOCK_M": 8, "BITS": 8, "ORIGIN": "none", "EVEN": False}),
+):
+    flags = NOTHING | CODES_OF | {"BLOCK_N": 32} | changes
+    without = [name for flag, names in OPTIONAL.items() if not flags[flag] for name in names]
+    without += ["origins_ptr"] if flags["ORIGIN"] == "none" else []
+    assert shared_bytes(kernel, HEADS | flags | {"PDL": True}, 4, 1, without) <= CONSUMER_SHARED_BYTES
 print("compiled")
 """
 

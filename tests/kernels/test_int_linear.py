@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.ops.code_launch import few_tokens_options
 from kernels.ops.int_linear import MAX_TOKENS, int_linear
 from kernels.ops.projection import Tiles
+from kernels.reference.code_grid import CodeGrid
 from kernels.reference.int_words import from_chunks, to_chunks, unpack_words
 from kernels.registry import REGISTRY
+from tests.kernels.code_oracle import naive_matrix, stored_code
 from tests.kernels.oracle import KERNEL_DTYPES
 
 OP = REGISTRY["int_linear"]
@@ -19,35 +22,13 @@ MANY = Tiles(16, 16, 128, 4, 1)
 WIDE = Tiles(32, 64, 128, 4, 2)
 
 
-def stored_code(words: list[int], column: int, bits: int) -> int:
-    """A code at a time: of the words of a chunk, and with 8 bits of each of its two planes, w holds columns 2 w and 2 w + 1."""
-    chunk, inside = divmod(column, 128)
-    place, pair = divmod(inside, 32)
-    planes = [words[chunk * 4 * bits + 16 * plane + pair // 2] for plane in range(bits // 4)]
-    halves = [word % 2**32 >> (4 * place + 16 * (pair % 2)) & 15 for word in planes]
-    return sum(half << 4 * plane for plane, half in enumerate(halves))
-
-
 def naive(inputs: dict[str, Any]) -> Tensor:
     """In float64."""
-    words, scales = inputs["words"].tolist(), inputs["scales"].cpu().double()
-    num_rows, num_columns = len(words), inputs["x"].shape[1]
-    weight = torch.zeros(num_rows, num_columns, dtype=torch.float64)
-    group_size = num_columns // scales.shape[1]
-    for row in range(num_rows):
-        for column in range(num_columns):
-            code = stored_code(words[row], column, inputs["bits"])
-            group = column // group_size
-            if inputs["minimums"] is not None:
-                weight[row, column] = code * scales[row, group] + inputs["minimums"].cpu().double()[row, group]
-            else:
-                middle = 2 ** (inputs["bits"] - 1)
-                zero = middle if inputs["zero_points"] is None else int(inputs["zero_points"][row, group])
-                weight[row, column] = (code - zero) * scales[row, group]
-    y = inputs["x"].cpu().double() @ weight.t()
+    grid = CodeGrid(*(inputs[name] for name in ("bits", "scales", "zero_points", "minimums")))
+    y = inputs["x"].double() @ naive_matrix(inputs["words"], grid, inputs["x"].shape[1]).t()
     for more in ("bias", "residual"):
-        y = y if inputs[more] is None else y + inputs[more].cpu().double()
-    return y
+        y = y if inputs[more] is None else y + inputs[more].double()
+    return y.cpu()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -96,6 +77,43 @@ def test_every_way_of_storing(
         torch.testing.assert_close(output.cpu(), expected, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "tiles", "num_columns", "bits", "origin"),
+    [(1, ONE, 512, 4, "float"), (9, FEW, 256, 8, "integer"), (11, MANY, 1024, 4, "none"), (1, ONE, 1024, 8, "none")],
+    ids=str,
+)
+def test_shares_that_all_have_the_same_full_chunks(
+    num_tokens: int, tiles: Tiles, num_columns: int, bits: int, origin: str, device: torch.device
+) -> None:
+    """They are loaded without masks."""
+    assert few_tokens_options(num_columns, tiles)["EVEN"]
+    sizes = {"num_columns": num_columns, "group_size": 128, "num_rows": 21, "num_tokens": num_tokens}
+    inputs = OP.make_inputs(torch.float32, device, bits=bits, origin=origin, **sizes)
+    torch.testing.assert_close(int_linear(**inputs, tiles=tiles).cpu().double(), naive(inputs), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:])
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_what_stands_above_codes_leaves_nothing_behind(origin: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Where x is far from 0, the constant above every code is a hundred times the result, before it is taken off."""
+    inputs = OP.make_inputs(dtype, device, num_tokens=3, num_columns=256, group_size=128, num_rows=21, origin=origin)
+    inputs["x"] += 4
+    tolerance = OP.tolerances[dtype]
+    torch.testing.assert_close(
+        int_linear(**inputs).cpu().double(), naive(inputs), atol=tolerance.atol, rtol=tolerance.rtol
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17, MAX_TOKENS + 1])
+def test_writes_float32_where_it_is_told(num_tokens: int, device: torch.device) -> None:
+    inputs = OP.make_inputs(torch.float16, device, num_tokens=num_tokens, num_columns=96, group_size=32, num_rows=21)
+    output = torch.empty(num_tokens, 21, device=device)
+    assert int_linear(**inputs, output=output) is output
+    # Up to the number of tokens where the weight itself is rounded, nothing is.
+    tolerance = 2e-5 if num_tokens <= MAX_TOKENS else 5e-3
+    torch.testing.assert_close(output.cpu().double(), naive(inputs), atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 5, 17])
 def test_defaults_in_every_dtype(num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -119,6 +137,7 @@ def test_defaults_in_every_dtype(num_tokens: int, dtype: torch.dtype, device: to
         ({"minimums": torch.zeros(77, 2).half()}, "minimums has 2 groups"),
         ({"bias": torch.zeros(76)}, "bias"),
         ({"residual": torch.zeros(5, 76)}, "residual"),
+        ({"output": torch.zeros(5, 77).half()}, "output is float16; expected float32"),
     ],
 )
 def test_bad_arguments_are_refused(changes: dict[str, Any], named: str, device: torch.device) -> None:

@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.check import check_op
+from kernels.ops.code_launch import few_tokens_options
 from kernels.ops.norm_gated_linear import norm_gated_linear
 from kernels.ops.projection import Tiles
 from kernels.registry import REGISTRY
+from tests.kernels.code_oracle import STORED, as_matrix
 from tests.kernels.linear_oracle import EVERY_CUT, SEVERAL_TOKENS, TILES, guarded, naive_project, widened
-from tests.kernels.oracle import GuardBands
+from tests.kernels.oracle import KERNEL_DTYPES, GuardBands
 
 OP = REGISTRY["norm_gated_linear"]
 # Neither columns nor outputs are a multiple of any tile, but for the one that is both.
@@ -109,6 +112,60 @@ def test_a_token_does_not_depend_on_its_batch(tiles: Tiles, num_tokens: int, dev
 @pytest.mark.parametrize("call", [norm_gated_linear, OP.reference], ids=["launch", "reference"])
 def test_of_no_tokens(call: Callable[..., Tensor], device: torch.device) -> None:
     assert call(**make_inputs(torch.float32, device, num_tokens=0)).shape == (0, 21)
+
+
+@pytest.mark.parametrize(("num_tokens", "bits", "num_columns", "group_size", "origin"), STORED, ids=str)
+def test_every_way_of_storing_codes(
+    num_tokens: int, bits: int, num_columns: int, group_size: int, origin: str, device: torch.device
+) -> None:
+    """21 gate rows and as many up rows: neither are a multiple of a tile, and the last gates' tile reaches into the others."""
+    codes = {"bits": bits, "num_columns": num_columns, "group_size": group_size, "origin": origin}
+    inputs = make_inputs(torch.float32, device, num_tokens=num_tokens, num_parts=0, **codes)
+    expected = as_matrix(inputs)
+    assert_right(norm_gated_linear(**inputs), expected)
+    assert_right(OP.reference(**inputs), expected)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "num_columns"),
+    [(Tiles(1, 16, 128, 2, 1), 512), (Tiles(8, 32, 128, 1, 1), 256), (Tiles(16, 16, 128, 4, 1), 1024)],
+    ids=str,
+)
+def test_codes_in_full_shares(tiles: Tiles, num_columns: int, device: torch.device) -> None:
+    """Three tokens, in as many programs where a program takes one. Loads have no masks."""
+    codes = {"bits": 4, "num_columns": num_columns, "group_size": 128, "origin": "float"}
+    inputs = make_inputs(torch.float32, device, num_tokens=3, intermediate=16, num_parts=0, bias=False, **codes)
+    assert few_tokens_options(num_columns, tiles)["EVEN"]
+    assert_right(norm_gated_linear(**inputs, tiles=tiles), as_matrix(inputs))
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:])
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_codes_over_poisoned_memory(num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Every output is written, the reference's, and nothing is left of what was there."""
+    codes = {"bits": 4, "num_columns": 160, "group_size": 32, "origin": "integer"}
+    sizes = {"num_tokens": num_tokens, "intermediate": 21, "num_parts": 0}
+    check = check_op(OP, dtype, device, sizes=sizes | codes)
+    assert check.passed, check.problem
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change", "message"),
+    [
+        ({"num_tokens": 17}, {}, "x has 17 tokens; with a code_grid at most 16 are allowed"),
+        ({}, {"square_sums": torch.ones(5, 1)}, "square_sums are given with a code_grid; expected None"),
+        ({}, {"tiles": Tiles(32, 16, 128, 1, 1)}, "block_m is 1, 8 or 16 and block_n a multiple of 16"),
+        ({}, {"tiles": Tiles(1, 8, 128, 1, 1)}, "block_m is 1, 8 or 16 and block_n a multiple of 16"),
+        ({}, {"weight": torch.zeros(42, 32)}, "weight is float32; expected int32"),
+        ({}, {"weight": torch.zeros(42, 16).int()}, r"weight has shape \[42, 16\]; expected \[42, 32\]"),
+        ({}, {"bias": torch.zeros(21)}, r"bias has shape \[21\]; expected \[42\]"),
+    ],
+)
+def test_launcher_names_what_is_wrong_with_codes(sizes: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    codes = {"bits": 4, "num_columns": 192, "group_size": 64, "num_parts": 0}
+    inputs = make_inputs(torch.float32, torch.device("cpu"), **codes | sizes)
+    with pytest.raises(ValueError, match=message):
+        norm_gated_linear(**(inputs | change))
 
 
 @pytest.mark.parametrize(

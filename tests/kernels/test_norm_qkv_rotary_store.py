@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.check import check_op
+from kernels.ops.code_launch import few_tokens_options
 from kernels.ops.norm_qkv_rotary_store import norm_qkv_rotary_store
 from kernels.ops.projection import Tiles
 from kernels.registry import REGISTRY
+from tests.kernels.code_oracle import STORED, as_matrix
 from tests.kernels.linear_oracle import EVERY_CUT, SEVERAL_TOKENS, TILES, guarded, naive_project, widened
-from tests.kernels.oracle import GuardBands
+from tests.kernels.oracle import KERNEL_DTYPES, GuardBands
 
 OP = REGISTRY["norm_qkv_rotary_store"]
 # Ten rotation pairs: one tile of 16 rows has eight, one of 32 sixteen. Columns are a multiple of no tile.
@@ -155,6 +158,61 @@ def test_padding_shares_a_slot_of_the_null_block(which: str, device: torch.devic
     assert ((stored[0] - own[2:]).abs() < 1e-4).any(0).all()
     assert not stored[1:16].any()
     torch.testing.assert_close(stored[slots[:2]], own[:2], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("which", ["launch", "reference"])
+@pytest.mark.parametrize(("num_tokens", "bits", "num_columns", "group_size", "origin"), STORED, ids=str)
+def test_every_way_of_storing_codes(
+    num_tokens: int, bits: int, num_columns: int, group_size: int, origin: str, which: str, device: torch.device
+) -> None:
+    """The pairs of a head of 80 are no multiple of a tile, those of one of 64 are."""
+    codes = {"bits": bits, "num_columns": num_columns, "group_size": group_size, "origin": origin}
+    heads = {"num_heads": 2 if bits == 4 else 1, "head_dim": 80 if num_columns % 64 else 64}
+    inputs = make_inputs(torch.float32, device, num_tokens=num_tokens, num_parts=0, **codes | heads)
+    for cache in (inputs["key_cache"], inputs["value_cache"]):
+        cache.fill_(-1.0)  # what is not a token's slot keeps it
+    expected = naive(as_matrix(inputs))
+    query: Any = getattr(OP, which)(**inputs)
+    assert_right(query, inputs, expected)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "num_columns", "head_dim"),
+    [(Tiles(1, 16, 128, 2, 1), 512, 80), (Tiles(8, 32, 128, 1, 1), 256, 20), (Tiles(16, 16, 128, 4, 1), 1024, 20)],
+    ids=str,
+)
+def test_codes_in_full_shares(tiles: Tiles, num_columns: int, head_dim: int, device: torch.device) -> None:
+    """Three tokens, in as many programs where a program takes one. Loads have no masks."""
+    codes = {"bits": 4, "num_columns": num_columns, "group_size": 128, "origin": "integer"}
+    heads = {"num_heads": 1, "head_dim": head_dim}
+    inputs = make_inputs(torch.float32, device, num_tokens=3, num_parts=0, bias=False, **codes | heads)
+    assert few_tokens_options(num_columns, tiles)["EVEN"]
+    expected = naive(as_matrix(inputs))
+    assert_right(norm_qkv_rotary_store(**inputs, tiles=tiles), inputs, expected)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:])
+def test_codes_over_poisoned_memory(dtype: torch.dtype, device: torch.device) -> None:
+    """Every query is written, the reference's, and nothing is left of what was there."""
+    codes = {"bits": 4, "num_columns": 160, "group_size": 32, "origin": "float"}
+    check = check_op(OP, dtype, device, sizes={"num_tokens": 9, "num_parts": 0} | codes)
+    assert check.passed, check.problem
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "change", "message"),
+    [
+        (17, {}, "x has 17 tokens; with a code_grid at most 16 are allowed"),
+        (5, {"square_sums": torch.ones(5, 1)}, "square_sums are given with a code_grid; expected None"),
+        (5, {"weight": torch.zeros(80, 16).int()}, r"weight has shape \[80, 16\]; expected \[80, 32\]"),
+        (5, {"bias": torch.zeros(20)}, r"bias has shape \[20\]; expected \[80\]"),
+    ],
+)
+def test_launcher_names_what_is_wrong_with_codes(num_tokens: int, change: dict[str, Any], message: str) -> None:
+    codes = {"bits": 4, "num_columns": 192, "group_size": 64, "num_parts": 0}
+    inputs = make_inputs(torch.float32, torch.device("cpu"), num_tokens=num_tokens, **codes)
+    with pytest.raises(ValueError, match=message):
+        norm_qkv_rotary_store(**(inputs | change))
 
 
 @pytest.mark.parametrize("call", [norm_qkv_rotary_store, OP.reference], ids=["launch", "reference"])

@@ -1,0 +1,100 @@
+"""What the interpreter lets pass and a compiler does not: products with 8-bit weights and NormalFloat4 compile for a GPU.
+
+So does what only a GPU runs: conversions and lookups in PTX, and tiles that come through the copy engine.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+PROGRAM = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.ops import byte_linear, byte_projection, nf4_dequantize, nf4_linear, nf4_projection, quantize_tokens
+
+TYPES = {"*i32": "words tables counters largest", "*fp32": "scales x_scales partial", "*bf16": "steps means"}
+POINTERS = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in names.split()}
+ALIGNED = ("stride_x_token", "stride_words_row", "stride_codes_row", "num_columns")
+CONSUMER_SHARED_BYTES = 99 * 1024  # what a consumer card gives one program
+
+
+def compiled(kernel, constants, num_warps=4, num_stages=1, without=(), **pointers):
+    # Terms that are left out, and pointers of another dtype than the model's.
+    constants = {"BIAS": True, "RESIDUAL": True, "PDL": True} | constants | dict.fromkeys(without, None)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = pointers.get(name) or POINTERS.get(name, "*bf16")
+            if signature[name].startswith("*"):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+            if name in ALIGNED:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    pdl = constants.get("PDL", False)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": pdl}
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert result.metadata.shared <= CONSUMER_SHARED_BYTES, (kernel, constants, result.metadata.shared)
+    # A kernel that may start early has to wait before it reads what the one before it writes.
+    assert ("griddepcontrol.wait" in result.asm["ptx"]) == pdl
+    return result.asm["ptx"]
+
+
+for kind, per_token in (("*i8", True), ("*u8", True), ("*u8", False)):
+    sizes = {"COLUMNS": 576, "BLOCK": 1024, "PER_TOKEN": per_token, "PDL": per_token}
+    compiled(quantize_tokens._quantize_tokens_kernel, sizes, without=("largest_ptr",) * per_token, codes_ptr=kind)
+compiled(quantize_tokens._largest_kernel, {"COLUMNS": 576, "BLOCK": 1024})
+
+for kind, product in (("fp8e4nv", "f32.f16.f16.f32"), ("i8", "s32.s8.s8.s32")):
+    for block_m, block_n, even in ((1, 16, True), (16, 32, False)):
+        sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "SHARES": 4, "EVEN": even, "ASM": True}
+        ptx = compiled(byte_projection.few_tokens_kernel, sizes, x_ptr=f"*{kind}")
+        assert product in ptx
+    for tma, splits, block_m, block_n, num_warps, num_stages in ((True, 1, 128, 128, 8, 3), (False, 2, 32, 64, 4, 4)):
+        sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 128, "TMA": tma, "SPLITS": splits}
+        sizes |= {"INT8": kind == "i8", "EVEN_K": tma}
+        boxes = {"x_ptr": f"tensordesc<{kind}[{block_m},128]>", "codes_ptr": f"tensordesc<{kind}[{block_n},128]>"}
+        pointers = boxes if tma else {"x_ptr": f"*{kind}", "codes_ptr": f"*{kind}"}
+        pointers["partial_ptr"] = "*i32" if kind == "i8" else "*fp32"
+        ptx = compiled(byte_linear.many_tokens_kernel, sizes, num_warps, num_stages, **pointers)
+        assert "wgmma" in ptx
+        assert ("cp.async.bulk.tensor" in ptx) == tma
+
+scaled = {"LEVEL_SCALE": 1.0, "ASM": True}
+for block_m, block, even, kind in ((1, 64, True, "bf16"), (8, 128, False, "fp16")):
+    sizes = scaled | {"BLOCK_M": block_m, "BLOCK_N": 16, "SHARES": 4, "BLOCK": block, "EVEN": even}
+    floats = dict.fromkeys(("output_ptr", "x_ptr", "levels_ptr", "bias_ptr", "residual_ptr"), f"*{kind}")
+    ptx = compiled(nf4_projection.few_tokens_kernel, sizes, codes_ptr="*i8", **floats)
+    assert f"f32.{kind.replace('fp', 'f')}" in ptx
+    assert "prmt.b32 low" in ptx
+sizes = scaled | {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK": 64, "EVEN_K": True, "SPLITS": 4}
+compiled(nf4_linear._many_tokens_kernel, sizes, num_stages=3, codes_ptr="*i8")
+sizes = {"BLOCK": 64, "BLOCK_N": 8}
+compiled(nf4_dequantize._dequantize_kernel, sizes, codes_ptr="*i8", levels_ptr="*fp32")
+print("compiled")
+"""
+
+
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (result.returncode, result.stdout) == (0, "compiled\n"), result.stderr
