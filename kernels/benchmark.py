@@ -30,6 +30,8 @@ PLAUSIBLE_SHARE = 1.05
 CPU_INPUT_BYTES = 2**26
 CPU_FLOPS = 10**9
 CPU_CALL_S = 0.03
+# A first call may allocate and start threads. One that takes so many times as long is stopped on its way.
+CPU_FIRST_CALL = 10
 DEFAULT_SHAPE = "default"  # what `make_inputs` makes when told nothing: small
 
 
@@ -171,13 +173,30 @@ class Benchmark:
 
 
 def _refuse_slow(call: Callable[..., Any], inputs: Inputs) -> None:
-    """Raise OverBudgetError when a second call takes longer than `CPU_CALL_S`; the first may allocate."""
-    call(**inputs)
+    """Raise OverBudgetError when a second call takes longer than `CPU_CALL_S`, or the first one `CPU_FIRST_CALL` times that."""
+    with _TimeLimit(CPU_FIRST_CALL * CPU_CALL_S):
+        call(**inputs)
     begin = time.perf_counter()
     call(**inputs)
-    seconds = time.perf_counter() - begin
-    if seconds > CPU_CALL_S:
-        raise OverBudgetError(f"a call takes {CPU_CALL_S * 1e3:g} ms or more on this CPU")
+    if time.perf_counter() - begin > CPU_CALL_S:
+        raise _too_slow()
+
+
+def _too_slow() -> OverBudgetError:
+    return OverBudgetError(f"a call takes {CPU_CALL_S * 1e3:g} ms or more on this CPU")
+
+
+class _TimeLimit(TorchDispatchMode):
+    """Within, no torch op begins once the time is over: it raises instead."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._end = time.perf_counter() + seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if time.perf_counter() > self._end:
+            raise _too_slow()
+        return func(*args, **(kwargs or {}))
 
 
 class _AllocationLimit(TorchDispatchMode):
@@ -190,12 +209,19 @@ class _AllocationLimit(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = func._schema.arguments[:1]
-        if first and first[0].name == "size":
-            self._total += math.prod(args[0]) * (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
-            if self._total > self._limit:
-                raise OverBudgetError(f"inputs of more than {self._limit // 2**20} MiB are too large for a CPU")
+        self._total += _allocated_bytes(func, args, kwargs)
+        if self._total > self._limit:
+            raise OverBudgetError(f"inputs of more than {self._limit // 2**20} MiB are too large for a CPU")
         return func(*args, **kwargs)
+
+
+def _allocated_bytes(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
+    """Of the tensor that an op makes of a size alone; 0 for an op that takes a tensor."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "size" not in names or "self" in names:
+        return 0
+    default = torch.int64 if func._schema.name == "aten::randint" else torch.get_default_dtype()
+    return math.prod(args[names.index("size")]) * (kwargs.get("dtype") or default).itemsize
 
 
 def _implausible(timing: KernelTiming) -> str:

@@ -14,6 +14,7 @@ from backend.sampling_params import SamplingParams
 from backend.worker.decoders import StepDecoder
 from backend.worker.graph_sizes import mixed_sizes
 from backend.worker.kv_cache import KVCacheShape
+from backend.worker.out_of_memory import is_out_of_memory
 
 # What the CUDA graphs keep of the card beside their tensors: about 2 MiB of kernel nodes each, and their pool's rounding.
 GRAPH_BYTES = 256 * 2**20
@@ -32,7 +33,9 @@ def free_after_profile_run(
     used = total - free  # weights, this process' context and whatever else is on the card
     try:
         activations = _profile_run(config, decoder, attention, sampler, shape, device)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise CapacityError(
             "the largest step does not fit the GPU beside the weights; lower scheduler.max_num_batched_tokens, "
             "scheduler.max_num_seqs or model.max_model_len"

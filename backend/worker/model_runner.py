@@ -27,6 +27,7 @@ from backend.worker.decoders import StepDecoder, make_decoder
 from backend.worker.input_batch import InputBatch, StepInput
 from backend.worker.kv_cache import KVCacheShape
 from backend.worker.memory_profile import free_after_profile_run
+from backend.worker.out_of_memory import is_out_of_memory
 from backend.worker.step_tensors import HostBuffers, StepTensors, to_device
 from backend.worker.token_download import TokenDownload
 from kernels.reference.record_tokens import record_tokens as reference_record_tokens
@@ -88,9 +89,12 @@ class ModelRunner:
                 quantization=self._config.quantization,
                 on_progress=on_progress,
             )
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise CapacityError(
-                f"{source.name} does not fit the GPU in {self._config.model.dtype}: choose a smaller model or free the card"
+                f"{source.name} does not fit the GPU in {self._config.model.dtype}: choose a smaller model, make its weights "
+                "smaller with model.dtype or quantization.method, or free the card"
             ) from error
         self._decoder, self._attention = make_decoder(self._loaded.model, self._config.kernels)
         return self._loaded
@@ -181,7 +185,9 @@ class ModelRunner:
                 num_groups=len(self.layer_groups),
                 on_progress=on_progress,
             )
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise CapacityError(
                 "the GPU has no memory left for the CUDA graphs of a step; lower cache.gpu_memory_utilization, "
                 "cache.num_blocks or scheduler.max_num_seqs, or set kernels.enforce_eager = true"
@@ -204,7 +210,9 @@ class ModelRunner:
                 batch.update(scheduled)
                 return FinishedOutput(ModelRunnerOutput({}))  # a step that could only preempt
             return self._run(batch, scheduled)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise CapacityError(
                 f"the GPU ran out of memory in a step of {scheduled.total_num_scheduled_tokens:,} tokens; lower "
                 "cache.gpu_memory_utilization or scheduler.max_num_batched_tokens"

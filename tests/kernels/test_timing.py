@@ -188,3 +188,16 @@ def test_the_machine_would_notice_a_call_timed_in_the_cache(machine: Machine) ->
     rotation = timing.Rotation([{"x": torch.ones(INPUT_BYTES // 4)}], needs_sweep=False)
     samples = timing.call_seconds(machine.call, rotation, torch.device("cpu"), calls_per_graph=0)
     assert samples == pytest.approx([CACHED_S + LAUNCH_S] * len(samples))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("num_bytes", [600, 1000, 1024, 4096, 16_383, 16_384, 16_385])
+def test_a_walk_over_the_inputs_moves_more_than_four_caches_and_no_copy_too_many(
+    num_bytes: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: CACHE_BYTES)
+    rotation = timing.rotate({"x": torch.ones(num_bytes, dtype=torch.uint8)}, num_bytes, torch.device(device))
+    assert not rotation.needs_sweep
+    num_copies = len({copy["x"].data_ptr() for copy in rotation.copies})
+    assert num_copies == len(rotation.copies)
+    assert (num_copies - 1) * num_bytes <= 4 * CACHE_BYTES < num_copies * num_bytes
