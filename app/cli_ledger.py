@@ -24,7 +24,7 @@ def ledger(
     """Write what ran in each step of a run, one JSON object a line.
 
     `requests` says what ran: request, tokens, kind. `events` says what became of KV blocks since the step before: allocate,
-    share, copy, free, preempt, swap_out, swap_in, evict, cache, uncache, slide.
+    share, copy, free, preempt, swap_out, swap_in, evict, cache, uncache, slide, give_back.
     """
     from app.services import Services
     from backend.metrics.ledger import LEDGER_KIND

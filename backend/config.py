@@ -177,15 +177,17 @@ class QuantizationSettings(_Section):
 class SpeculativeSettings(_Section):
     """Several tokens of a request in one step: a proposer drafts them, the model verifies all at once."""
 
-    method: Literal["none", "ngram", "draft_model"] = Field(
+    method: Literal["none", "ngram", "draft_model", "eagle", "medusa"] = Field(
         "none",
         description="Who drafts. none: nobody, one token a step. ngram: the text so far, what followed the last time its "
-        "end occurred (prompt lookup). draft_model: a smaller model with the same tokenizer.",
+        "end occurred (prompt lookup). draft_model: a smaller model with the same tokenizer. eagle: a head of one layer on "
+        "the model's hidden states. medusa: heads on its last hidden state, one for each token ahead.",
     )
     model: str | None = Field(
         None,
         min_length=1,
-        description="For draft_model: which one; by default the first third of the target's own layers.",
+        description="For draft_model: which one; by default the first third of the target's own layers. For eagle and "
+        "medusa: the folder of the head; by default the one that comes for the model.",
     )
     num_speculative_tokens: int = Field(5, ge=1, le=MAX_SPECULATIVE_TOKENS, description="Most tokens of one draft.")
     adaptive: bool = Field(
@@ -214,8 +216,8 @@ class SpeculativeSettings(_Section):
     def _ngrams_have_a_length(self) -> Self:
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min = {self.ngram_min} is above ngram_max = {self.ngram_max}")
-        if self.model is not None and self.method != "draft_model":
-            raise ValueError(f"model = {self.model!r} belongs to method = 'draft_model'")
+        if self.model is not None and self.method in ("none", "ngram"):
+            raise ValueError(f"model = {self.model!r} belongs to method = 'draft_model', 'eagle' or 'medusa'")
         return self
 
 

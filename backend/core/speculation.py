@@ -6,6 +6,8 @@ from backend.config import EngineConfig
 from backend.core.draft_length import PROBE_STEPS
 from backend.errors import ConfigError
 
+HEAD_METHODS = ("eagle", "medusa")  # of `speculative.method`, those that read the target's hidden states
+
 
 def check_speculation(config: EngineConfig) -> None:
     """Raise `ConfigError` for settings that speculation does not go together with."""
@@ -17,14 +19,30 @@ def check_speculation(config: EngineConfig) -> None:
         )
 
 
-def resolve_speculation(resolved: EngineConfig) -> tuple[EngineConfig, tuple[str, ...]]:
+def resolve_speculation(
+    resolved: EngineConfig, longest_draft: int | None = None
+) -> tuple[EngineConfig, tuple[str, ...]]:
     """Turn off what speculation cannot do, and say where it is off itself; a sentence each.
 
-    The config's other fields are resolved already.
+    Args:
+        resolved: the config, whose other fields are resolved already.
+        longest_draft: tokens that the proposer can draft at most; None: any number.
     """
     settings, notices = resolved.speculative, []
     if settings.method == "none":
         return resolved, ()
+    if longest_draft is not None and settings.num_speculative_tokens > longest_draft:
+        resolved = resolved.with_overrides({"speculative.num_speculative_tokens": longest_draft})
+        notices.append(
+            f"speculative.num_speculative_tokens is {longest_draft} instead of {settings.num_speculative_tokens}: the head "
+            "drafts no more."
+        )
+    if settings.method in HEAD_METHODS and not resolved.kernels.enforce_eager:
+        resolved = resolved.with_overrides({"kernels.enforce_eager": True})
+        notices.append(
+            f"kernels.enforce_eager is on: speculative.method = {settings.method!r} reads hidden states, which the CUDA "
+            "graphs do not leave."
+        )
     if settings.max_batch is not None:
         notices.append(
             f"speculation is off in steps in which more than {settings.max_batch:,} requests decode (speculative.max_batch)."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from backend.config import EngineConfig
@@ -13,7 +14,7 @@ from backend.core.kv_format import KV_FORMATS
 from backend.core.kv_groups import KVGroupSpec
 from backend.core.kv_layouts import resolve_layout
 from backend.core.kv_windows import KVWindows
-from backend.core.speculation import check_speculation, resolve_speculation
+from backend.core.speculation import HEAD_METHODS, check_speculation, resolve_speculation
 from backend.engine.llm_engine import LLMEngine
 from backend.errors import CapacityError, ConfigError
 from backend.metrics.stats import Phase
@@ -25,8 +26,12 @@ from backend.spec_decode.vocabulary import check_same_tokens
 from backend.tokenizer import Tokenizer, load_tokenizer
 from backend.worker.device import choose_device
 from backend.worker.executor import InProcessExecutor
+from backend.worker.head_runner import HeadModelRunner
 from backend.worker.model_runner import ModelRunner
 from backend.worker.speculative_runner import SpeculativeModelRunner
+
+# By `speculative.method`; all others have a `SpeculativeModelRunner`.
+_RUNNERS: dict[str, type[ModelRunner]] = {"none": ModelRunner} | dict.fromkeys(HEAD_METHODS, HeadModelRunner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +53,21 @@ class LoadedEngine:
     info: EngineInfo
 
 
-def model_fingerprint(name: str) -> object:
-    """Changes when the files of a model do: names, sizes and times. Raises `ModelError` for an unknown model."""
-    source = resolve_source(name)
-    if source.path is None:
-        return source
-    files = sorted(path for path in source.path.iterdir() if path.suffix in (".json", ".jinja", ".safetensors"))
-    return source, tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+def files_fingerprint(config: EngineConfig) -> object:
+    """Changes when the files that a config names do: names, sizes and times. Raises `ModelError` for an unknown model."""
+    source, draft = resolve_source(config.model.name), config.speculative.model
+    folders = [source.path]
+    if draft is not None:
+        has_head = config.speculative.method in HEAD_METHODS
+        folders.append(Path(draft).expanduser() if has_head else resolve_source(draft).path)
+    files = [
+        (path, path.stat().st_size, path.stat().st_mtime_ns)
+        for folder in folders
+        if folder is not None and folder.is_dir()
+        for path in sorted(folder.iterdir())
+        if path.suffix in (".json", ".jinja", ".safetensors")
+    ]
+    return source, files
 
 
 def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> LoadedEngine:
@@ -70,9 +83,9 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
     device = choose_device(config)
     resolved = config.resolve(device=device, max_model_len=decoder_config.max_position_embeddings)
     tokenizer = load_tokenizer(source)
-    if resolved.speculative.model is not None:
+    if resolved.speculative.method == "draft_model" and resolved.speculative.model is not None:
         check_same_tokens(source, resolve_source(resolved.speculative.model))
-    runner = (ModelRunner if resolved.speculative.method == "none" else SpeculativeModelRunner)(resolved)
+    runner = _RUNNERS.get(resolved.speculative.method, SpeculativeModelRunner)(resolved)
     try:
         loaded = runner.load_model(
             source, lambda done, total: on_phase(Phase("loading", done / 2**20, total / 2**20, "MiB"))
@@ -81,10 +94,11 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
         num_blocks = runner.determine_num_blocks()
         resolved, notices = _fit_to_pool(config, resolved, num_blocks, runner.kv_groups)
         resolved, layout_notices = resolve_layout(resolved)
-        resolved, speculation_notices = resolve_speculation(resolved)
+        speculating = runner if isinstance(runner, SpeculativeModelRunner) else None
+        resolved, speculation_notices = resolve_speculation(resolved, speculating and speculating.longest_draft)
         assert resolved.model.max_model_len is not None
-        if isinstance(runner, SpeculativeModelRunner):
-            speculation_notices += runner.notices(resolved.model.max_model_len)
+        if speculating:
+            speculation_notices += speculating.notices(resolved.model.max_model_len)
         runner.initialize_kv_cache(num_blocks, resolved.model.max_model_len)
         runner.capture_cuda_graphs(
             resolved.model.max_model_len, lambda done, total: on_phase(Phase("capturing graphs", done, total, "graphs"))
@@ -101,7 +115,7 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
         decoder_config.vocab_size,
         eos_token_ids,
         _prefix_key(resolved, source, decoder_config),
-        runner.draft_cost if isinstance(runner, SpeculativeModelRunner) else 0.0,
+        speculating.draft_cost if speculating else 0.0,
     )
     memory = runner.memory()
     info = EngineInfo(

@@ -17,6 +17,7 @@ from backend.layers.ops import REFERENCE_OPS, LayerOps
 from backend.layers.quantized_linear import QuantizedLinear
 from backend.layers.rms_norm import RMSNorm
 from backend.layers.rotary import build_cos_sin_cache
+from backend.models.feature_taps import FeatureTaps
 from backend.models.model_config import DecoderConfig
 
 
@@ -103,6 +104,7 @@ class Decoder(nn.Module):
         layer_caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
         attention: AttentionBackend,
+        taps: FeatureTaps | None = None,
     ) -> Tensor:
         """Run one step's tokens through the layers.
 
@@ -110,13 +112,16 @@ class Decoder(nn.Module):
             token_ids: int64 [num_tokens], the requests' tokens laid end to end as `metadata` says.
             positions: int64 [num_tokens], below `max_position_embeddings`.
             layer_caches: one per layer; the tokens' keys and values are stored in them.
+            taps: filled on the way.
         Returns:
             float [num_tokens, hidden], after the final norm.
         """
         hidden = F.embedding(token_ids, self.embedding)
-        for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
+        for index, (layer, layer_cache) in enumerate(zip(self.layers, layer_caches, strict=True), start=1):
             group = metadata.of_group(layer_cache.group)
             hidden = layer(hidden, positions, self.cos_sin_cache, layer_cache, group, attention)
+            if taps is not None:
+                taps.take(index, hidden)
         return self.final_norm(hidden)
 
     @torch.inference_mode()

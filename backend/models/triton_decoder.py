@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from backend.attention.metadata import AttentionMetadata, LayerCache
 from backend.layers.linear import Linear
 from backend.layers.quantized_linear import QuantizedLinear
 from backend.models.decoder import Decoder, DecoderLayer
+from backend.models.feature_taps import FeatureTaps
+from backend.quantization.int_weight import KernelIntWeight
+from kernels.ops.code_launch import MAX_FEW_TOKENS
 from kernels.ops.embed_tokens import embed_tokens
 from kernels.ops.norm_gated_linear import norm_gated_linear
 from kernels.ops.norm_linear import norm_linear
@@ -22,6 +25,7 @@ from kernels.ops.projection import SMALL_WEIGHT_BYTES, Tiles, is_small
 from kernels.ops.rms_norm import rms_norm
 from kernels.ops.rotary_and_store import rotary_and_store
 from kernels.ops.silu_and_mul import silu_and_mul
+from kernels.reference.code_grid import CodeGrid
 from kernels.reference.deferred_norm import DeferredNorm
 from kernels.tuning import LinearOp, Shape, TileTable, load_table
 
@@ -31,7 +35,10 @@ INVARIANT_TILES = Tiles(block_m=16, block_n=64, block_k=64, num_warps=4, num_sta
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The tiles of each product at some number of tokens; None: the library's product and the ops around it."""
+    """The tiles of each product at some number of tokens; None: the library's product and the ops around it.
+
+    They are those of matrices: a layer of codes is fused wherever its kernel takes the tokens, by tiles of its own.
+    """
 
     qkv: Tiles | None
     output: Tiles | None
@@ -40,6 +47,15 @@ class _Plan:
     head: Tiles | None
     # Whether the norms between the products need no kernel of their own: they are begun and ended in the kernels around.
     defers_norm: bool
+
+
+class _Fused(NamedTuple):
+    """What a product's fused kernel takes of a layer."""
+
+    weight: Tensor
+    bias: Tensor | None
+    code_grid: CodeGrid | None
+    tiles: Tiles | None
 
 
 class TritonDecoder:
@@ -56,6 +72,9 @@ class TritonDecoder:
         self._batch_invariant = batch_invariant
         self._table: TileTable = load_table(model.embedding.device, model.embedding.dtype)
         self._plans: dict[int, _Plan] = {}
+        self._has_codes = any(
+            isinstance(linear, QuantizedLinear) for layer in range(len(self._layers)) for linear in self._linears(layer)
+        )
 
     @property
     def launch_bound(self) -> bool:
@@ -66,10 +85,10 @@ class TritonDecoder:
             for linear in self._linears()
         )
 
-    def _linears(self) -> tuple[Linear | QuantizedLinear, ...]:
-        """Those of a layer, which are alike in all."""
-        layer = self._layers[0]
-        return layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down
+    def _linears(self, layer: int = 0) -> tuple[Linear | QuantizedLinear, ...]:
+        """Of one layer; those of the others have the same sizes."""
+        attention, mlp = self._layers[layer].attention, self._layers[layer].mlp
+        return attention.qkv, attention.output, mlp.gate_up, mlp.down
 
     @torch.inference_mode()
     def forward(
@@ -80,6 +99,7 @@ class TritonDecoder:
         layer_caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
         attention: AttentionBackend,
+        taps: FeatureTaps | None = None,
     ) -> Tensor:
         """Run one step's tokens through the layers.
 
@@ -88,6 +108,7 @@ class TritonDecoder:
             rows: int64 [num_tokens], each token's row in `sampled_token_ids`.
             sampled_token_ids: int64 [num_rows].
             layer_caches: one per layer; the tokens' keys and values are stored in them.
+            taps: filled on the way.
         Returns:
             float [num_tokens, hidden], before the final norm, which `compute_logits` applies.
         """
@@ -95,10 +116,18 @@ class TritonDecoder:
         layers = self._layers
         norm_weights = [layer.attention_norm.weight if plan.defers_norm else None for layer in layers]
         residual, deferred = embed_tokens(token_ids, rows, sampled_token_ids, self._model.embedding, norm_weights[0])
-        for layer, layer_cache, next_norm_weight in zip(layers, layer_caches, [*norm_weights[1:], None], strict=True):
+        parts = zip(layers, layer_caches, [*norm_weights[1:], None], strict=True)
+        for index, (layer, layer_cache, next_norm_weight) in enumerate(parts, start=1):
             group = metadata.of_group(layer_cache.group)
             deferred = self._layer(layer, plan, residual, deferred, next_norm_weight, layer_cache, group, attention)
+            if taps is not None:
+                taps.take(index, residual)
         return residual
+
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        """What the output head makes logits of, float [num_rows, hidden], of what `forward` gives."""
+        norm = self._model.final_norm
+        return rms_norm(hidden, norm.weight, norm.eps)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, *, output: Tensor | None = None) -> Tensor:
@@ -107,15 +136,15 @@ class TritonDecoder:
         Pass only the rows that are sampled from.
         """
         plan = self._plan(hidden.shape[0])
-        norm, head = self._model.final_norm, self._model.head
-        hidden = rms_norm(hidden, norm.weight, norm.eps)
+        head, hidden = self._model.head, self.final_hidden(hidden)
+        if output is None:
+            output = torch.empty(hidden.shape[0], head.out_features, dtype=torch.float32, device=hidden.device)
         if isinstance(head, QuantizedLinear):
-            logits = head(hidden)
-            return logits.float() if output is None else output.copy_(logits)
+            if isinstance(head.packed, KernelIntWeight):
+                return head.packed.linear(hidden, head.bias, output=output)
+            return output.copy_(head(hidden))
         weight = head.weight
         assert weight is not None
-        if output is None:
-            output = torch.empty(hidden.shape[0], weight.shape[0], dtype=torch.float32, device=hidden.device)
         if plan.head:
             return norm_linear(hidden, weight, out_dtype=torch.float32, output=output, tiles=plan.head)[0]
         if hidden.dtype == torch.float32:
@@ -137,18 +166,18 @@ class TritonDecoder:
         module, norm = layer.attention, layer.attention_norm
         cache = (self._model.cos_sin_cache, layer_cache.key_cache, layer_cache.value_cache, metadata.slot_mapping)
         hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
-        if plan.qkv is not None and layer_cache.key_scales is None:
-            weight, bias = _parameters(module.qkv)
+        fused = _fused(module.qkv, plan.qkv, len(hidden))
+        if fused is not None and layer_cache.key_scales is None:
+            weight, bias, code_grid, tiles = fused
             query = norm_qkv_rotary_store(
-                hidden, weight, metadata.positions, *cache, square_sums, norm.eps, bias, tiles=plan.qkv
+                hidden, weight, metadata.positions, *cache, square_sums, norm.eps, bias, code_grid, tiles=tiles
             )
         else:
             # A quantized vector takes a scale over all of its head, which the fused kernel has in several programs.
-            if plan.qkv is None:
+            if fused is None or fused.code_grid is not None:
                 qkv = module.qkv(hidden)
             else:
-                weight, bias = _parameters(module.qkv)
-                qkv = norm_linear(hidden, weight, square_sums, norm.eps, bias, tiles=plan.qkv)[0]
+                qkv = norm_linear(hidden, fused.weight, square_sums, norm.eps, fused.bias, tiles=fused.tiles)[0]
             scales = (layer_cache.key_scales, layer_cache.value_scales)
             query = rotary_and_store(qkv, metadata.positions, *cache, module.head_counts[0], *scales)
         attended = attention.forward(query, layer_cache, metadata, module.scale).flatten(1)
@@ -158,11 +187,12 @@ class TritonDecoder:
         )
 
         hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
-        if plan.gate_up is None:
+        fused = _fused(layer.mlp.gate_up, plan.gate_up, len(hidden))
+        if fused is None:
             gated = silu_and_mul(layer.mlp.gate_up(hidden))
         else:
-            weight, bias = _parameters(layer.mlp.gate_up)
-            gated = norm_gated_linear(hidden, weight, square_sums, norm.eps, bias, tiles=plan.gate_up)
+            weight, bias, code_grid, tiles = fused
+            gated = norm_gated_linear(hidden, weight, square_sums, norm.eps, bias, code_grid, tiles=tiles)
         return _add_product(residual, gated, layer.mlp.down, plan.down, next_norm_weight)
 
     def _plan(self, num_tokens: int) -> _Plan:
@@ -176,8 +206,6 @@ class TritonDecoder:
             return _Plan(*[INVARIANT_TILES] * 5, defers_norm=False)
 
         def tiles(op: LinearOp, linear: Linear | QuantizedLinear) -> Tiles | None:
-            if isinstance(linear, QuantizedLinear):
-                return None
             return self._table.choose(Shape(op, linear.out_features, linear.in_features), num_tokens)
 
         qkv, output, gate_up, down = self._linears()
@@ -188,14 +216,28 @@ class TritonDecoder:
             tiles("norm_linear", down),
         )
         # It saves launches, which is what small layers wait for; large ones wait for memory, of which it costs some.
-        defers_norm = None not in plan and self.launch_bound
+        # Only matrices take what is begun of a norm.
+        defers_norm = None not in plan and self.launch_bound and not self._has_codes
         return _Plan(*plan, tiles("norm_linear", self._model.head), defers_norm)
 
 
-def _parameters(linear: Linear | QuantizedLinear) -> tuple[Tensor, Tensor | None]:
-    assert isinstance(linear, Linear)  # only such have tiles
+def _parameters(linear: Linear) -> tuple[Tensor, Tensor | None]:
     assert linear.weight is not None  # laid out as loaded on CUDA
     return linear.weight, linear.bias
+
+
+def _fused(linear: Linear | QuantizedLinear, tiles: Tiles | None, num_tokens: int) -> _Fused | None:
+    """None where the layer's own product is to be taken, and the ops around it.
+
+    Args:
+        tiles: for a matrix; None: the library's product.
+    """
+    if isinstance(linear, QuantizedLinear):
+        packed = linear.packed
+        if isinstance(packed, KernelIntWeight) and num_tokens <= MAX_FEW_TOKENS:
+            return _Fused(packed.words, linear.bias, packed.code_grid, None)
+        return None
+    return None if tiles is None else _Fused(*_parameters(linear), None, tiles)
 
 
 def _add_product(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,21 +11,13 @@ from torch import Tensor
 
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import LayerCache
-from backend.sample.filtering import draw_tokens, filtered_weights, probabilities
 from backend.sample.metadata import copy_to
-from backend.sample.random import Purpose, uniform
+from backend.spec_decode.draft_sampling import DraftSampling
 from backend.spec_decode.proposer import DraftOutput, DraftRequest
+from backend.spec_decode.spans import Spans
 from backend.worker.decoders import StepDecoder
-from backend.worker.input_batch import StepInput
 from backend.worker.step_tensors import HostBuffers, to_device
 from kernels.reference.greedy_tokens import greedy_tokens
-from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
-
-
-class Spans(Protocol):
-    def span(self, token_ids: Mapping[str, Sequence[int]], ends: Sequence[int]) -> StepInput:
-        """See `SpeculativeInputBatch.span`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +96,7 @@ class DraftModelProposer:
         counts = [min(it.max_tokens, max(0, limit + 1 - len(self._texts[it.request_id]))) for it in requests]
         k = max(counts)
         drafted = torch.zeros(len(requests), k, dtype=torch.int64, device=self._device)
-        sampling = _DraftSampling.of(requests, k, self._device)
+        sampling = DraftSampling.of(requests, k, self._device)
         probs = torch.zeros(len(requests), k, self._vocab_size, device=self._device) if sampling and k else None
         lacking = {it.request_id: len(self._texts[it.request_id]) for it, n in zip(requests, counts, strict=True) if n}
         if sum(num_tokens - self._num_computed[key] for key, num_tokens in lacking.items()) > self._max_num_tokens:
@@ -160,38 +151,3 @@ class DraftModelProposer:
             token_ids, tensors.token_rows, draft.last_tokens, draft.layer_caches, tensors.metadata, draft.attention
         )
         return hidden[tensors.logits_indices]
-
-
-@dataclass(frozen=True, slots=True)
-class _DraftSampling:
-    """How the requests of a draft are sampled, on its device."""
-
-    temperature: Tensor  # float32 [num_reqs]
-    top_k: Tensor  # int32 [num_reqs]
-    top_p: Tensor  # float32 [num_reqs]
-    draws: Tensor  # float64 [num_reqs, k]
-    filters: bool
-
-    @staticmethod
-    def of(requests: Sequence[DraftRequest], k: int, device: torch.device) -> _DraftSampling | None:
-        """None where all are greedy."""
-        params = [request.sampling_params for request in requests]
-        temperature = np.array([it.temperature for it in params], dtype=np.float32)
-        if (temperature < GREEDY_TEMPERATURE).all():
-            return None
-        seeds = np.repeat(np.array([it.seed for it in params], dtype=np.uint64), k).tolist()
-        positions = [request.position + index for request in requests for index in range(k)]
-        return _DraftSampling(
-            temperature=copy_to(temperature, device),
-            top_k=copy_to(np.array([min(it.top_k, 2**31 - 1) for it in params], dtype=np.int32), device),
-            top_p=copy_to(np.array([it.top_p for it in params], dtype=np.float32), device),
-            draws=copy_to(uniform(seeds, positions, Purpose.DRAFT).reshape(len(params), k), device),
-            filters=any(it.top_k > 0 or it.top_p < 1 for it in params),
-        )
-
-    def draw(self, logits: Tensor, rows: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """The token at a place of the draft, int64 [num_rows], and what it was drawn from, float32 [num_rows, vocab_size]."""
-        filters = (self.temperature[rows], self.top_k[rows], self.top_p[rows])
-        logits = logits.nan_to_num(nan=0.0, neginf=-torch.inf)  # a draft may be broken, and what it was drawn from not
-        weights = filtered_weights(logits, *filters, filters=self.filters)
-        return draw_tokens(weights, self.draws[rows, index]), probabilities(weights)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from backend.attention.metadata import AttentionMetadata
 from backend.sampling_params import SamplingParams
 
 
@@ -19,6 +20,8 @@ class DraftRequest:
     max_tokens: int  # of the draft, at least 1; there are slots for them behind the request's last token
     sampling_params: SamplingParams
     position: int  # index in its output of the first drafted token
+    row: int  # of the batch's persistent arrays
+    num_tokens: int  # that the request has, the last of which the target has not run yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,4 +63,24 @@ class Proposer(Protocol):
 
         How many tokens are drafted must not depend on a token that is left out, see `RejectionSampler`.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStep:
+    """What a step of the target leaves for a head to read. All tensors lie on its device."""
+
+    hidden: Tensor  # float [num_tokens, hidden], as the target's `StepDecoder` gives it
+    features: Tensor | None  # float [num_tokens, hidden], fused as the head does it; None for one that takes none
+    next_token_ids: Tensor  # int64 [num_tokens], what came behind each; behind a rejected draft any
+    metadata: AttentionMetadata
+    rows: Tensor  # int64 [num_reqs], of the batch's persistent arrays
+    last_indices: Tensor  # int64 [num_reqs], of each request's last token in the step that was not rejected
+
+
+class HeadProposer(Proposer, Protocol):
+    """A proposer that reads the target's hidden states."""
+
+    def observe(self, step: TargetStep) -> None:
+        """A step of the target has run. Asked for every one, before the next `propose`."""
         ...

@@ -13,6 +13,7 @@ from backend.attention.metadata import AttentionMetadata, LayerCache
 from backend.attention.reference import ReferenceAttention
 from backend.config import KernelSettings
 from backend.models.decoder import Decoder
+from backend.models.feature_taps import FeatureTaps
 
 
 class StepDecoder(Protocol):
@@ -32,8 +33,16 @@ class StepDecoder(Protocol):
         layer_caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
         attention: AttentionBackend,
+        taps: FeatureTaps | None = None,
     ) -> Tensor:
-        """float [num_tokens, hidden] of tokens int64 [num_tokens]; a negative id stands for the row's last sampled one."""
+        """float [num_tokens, hidden] of tokens int64 [num_tokens]; a negative id stands for the row's last sampled one.
+
+        `taps` are filled on the way.
+        """
+        ...
+
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        """What `forward` gives after the final norm, float [num_rows, hidden]."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -57,9 +66,13 @@ class ReferenceDecoder:
         layer_caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
         attention: AttentionBackend,
+        taps: FeatureTaps | None = None,
     ) -> Tensor:
         token_ids = torch.where(token_ids >= 0, token_ids, sampled_token_ids[rows])
-        return self._model(token_ids, metadata.positions, layer_caches, metadata, attention)
+        return self._model(token_ids, metadata.positions, layer_caches, metadata, attention, taps)
+
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._model.compute_logits(hidden)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -26,6 +27,7 @@ class Draft:
     num_tokens: dict[str, int]  # at least 1 each
     output: DraftOutput  # of those
     clock: StageClock
+    preparation: StageClock | None = None  # of what the proposer computed at the end of the round before
 
 
 class StageClock:
@@ -63,6 +65,7 @@ class Speculation:
         self._proposer = proposer
         self._sampler = sampler
         self._device = device
+        self._preparation: StageClock | None = None
 
     def update(self, scheduled: SchedulerOutput) -> None:
         """Tell the proposer who comes and goes."""
@@ -84,6 +87,14 @@ class Speculation:
         if spans:
             self._proposer.follow(spans)
 
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """What runs within belongs to the drafts of the next round."""
+        clock = StageClock(self._device)
+        yield
+        clock.mark()
+        self._preparation = clock
+
     def draft(self, requests: Sequence[DraftRequest]) -> Draft | None:
         """Draft for these requests; None where nothing comes of it."""
         clock = StageClock(self._device)
@@ -100,8 +111,9 @@ class Speculation:
                 probs=None if output.probs is None else output.probs[places],
             )
         clock.mark()
-        request_ids = [requests[index].request_id for index in drafted]
-        return Draft(dict(zip(request_ids, output.num_tokens, strict=True)), output, clock)
+        num_tokens = {requests[index].request_id: output.num_tokens[place] for place, index in enumerate(drafted)}
+        preparation, self._preparation = self._preparation, None
+        return Draft(num_tokens, output, clock, preparation)
 
     def put_drafts(self, token_ids: Tensor, draft: Draft, verification: Verification) -> None:
         """Fill the places of the drafts among a step's tokens, int64 [num_tokens]."""
@@ -200,6 +212,8 @@ class RoundDownload:
             else:
                 output.errors[request_id] = self._not_finite
         draft_ms, verify_ms = self._draft.clock.stages_ms()
+        if self._draft.preparation is not None:
+            draft_ms += sum(self._draft.preparation.stages_ms())
         output.rounds = DraftRounds(
             request_ids=request_ids,
             num_draft_tokens=list(self._draft.num_tokens.values()),

@@ -10,7 +10,7 @@ import numpy as np
 from backend.core.output import SchedulerOutput
 from backend.sample.metadata import SamplingMetadata
 from backend.spec_decode.proposer import DraftRequest
-from backend.worker.input_batch import InputBatch, StepInput
+from backend.worker.input_batch import SAMPLED_TOKEN, InputBatch, StepInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,23 @@ class SpeculativeInputBatch(InputBatch):
         for request_id, num_computed in zip(scheduled.num_scheduled_tokens, scheduled.num_computed_tokens, strict=True):
             if request_id in granted:
                 state = self._states[request_id]
-                position = num_computed + 1 - state.num_prompt_tokens
-                requests.append(DraftRequest(request_id, granted[request_id], state.sampling_params, position))
+                num_tokens = num_computed + 1
+                place = (num_tokens - state.num_prompt_tokens, state.row, num_tokens)
+                requests.append(DraftRequest(request_id, granted[request_id], state.sampling_params, *place))
         return requests
+
+    def next_token_ids(self, step: StepInput) -> np.ndarray:
+        """What comes behind each of a step's tokens, int64 [num_tokens]; SAMPLED_TOKEN where that is what it samples."""
+        ends = step.query_start_loc[1:] - 1
+        rows = step.token_rows[ends]
+        following = np.roll(step.token_ids, -1)
+        following[ends] = SAMPLED_TOKEN
+        unfinished = np.flatnonzero(step.seq_lens < self._num_known[rows])
+        if len(unfinished):
+            by_row = {state.row: state for state in self._states.values()}
+            for place in unfinished.tolist():
+                following[ends[place]] = by_row[int(rows[place])].token_ids[step.seq_lens[place]]
+        return following
 
     def span(self, token_ids: Mapping[str, Sequence[int]], ends: Sequence[int]) -> StepInput:
         """A step of nothing but these tokens, in the slots of their requests; nothing counts as known by it.

@@ -20,7 +20,7 @@ from backend.models.decoder import Decoder
 from backend.models.loader import LoadedModel, load_model
 from backend.models.model_config import DecoderConfig
 from backend.models.sources import ModelSource, resolve_source
-from backend.sample.rejection_sampler import RejectionSampler
+from backend.sample.rejection_sampler import RejectionSampler, VerifiedRound
 from backend.spec_decode.draft_model import DraftModel, DraftModelProposer
 from backend.spec_decode.first_layers import first_layers
 from backend.spec_decode.ngram import NgramProposer
@@ -84,6 +84,11 @@ class SpeculativeModelRunner(ModelRunner):
             f"speculation is off for requests of more than {limit:,} tokens: that is the draft model's context, and "
             f"{max_model_len:,} is the target's.",
         )
+
+    @property
+    def longest_draft(self) -> int | None:
+        """Tokens that a draft can have at most; None: any number."""
+        return None
 
     @property
     def draft_cost(self) -> float:
@@ -189,7 +194,12 @@ class SpeculativeModelRunner(ModelRunner):
         last = verified.token_ids.gather(1, verified.num_accepted[:, None])[:, 0]
         self._record_tokens(last, verified.finite, self._upload(verification.rows), self._last_tokens)
         buffer = self._downloads.next(RoundDownload.num_bytes(draft))
-        return RoundDownload(others, draft, verified, buffer, self._not_finite)
+        download = RoundDownload(others, draft, verified, buffer, self._not_finite)
+        self._verified(step, verification, verified)
+        return download
+
+    def _verified(self, step: StepInput, verification: Verification, verified: VerifiedRound) -> None:
+        """A step with drafts has been started, and its tokens are recorded."""
 
     def _run_drafted(self, step: StepInput, draft: Draft, verification: Verification) -> Tensor:
         """float32 [num_rows, vocab_size] of the step's `logits_indices` and, behind them, those of the verification."""

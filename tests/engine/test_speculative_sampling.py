@@ -26,8 +26,12 @@ NUM_SAMPLES = 20 * 64
 
 @pytest.fixture(scope="module")
 def law(tiny_llama: Path) -> dict[tuple[int, ...], float]:
+    return law_of(tiny_llama)
+
+
+def law_of(model: Path) -> dict[tuple[int, ...], float]:
     """The probability of each output, by transformers' logits along the tree of all of them."""
-    oracle = load_oracle(tiny_llama)
+    oracle = load_oracle(model)
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         grown = {}

@@ -20,7 +20,7 @@ from backend.models.decoder import Decoder
 from backend.models.dummy import DUMMY_SHAPES
 from backend.models.model_config import DecoderConfig
 from backend.quantization.group_size import CHANNEL
-from backend.quantization.int_weight import quantize_by_rounding
+from backend.quantization.int_weight import KernelIntWeight, ZeroPoint, quantize_by_rounding
 from backend.worker.decoders import ReferenceDecoder, StepDecoder
 from tests.interpreter import interpret_without_cuda
 
@@ -160,7 +160,16 @@ def play(run: Run) -> list[Tensor]:
     return logits
 
 
-def assert_same_run(ours: Run, reference: Run, tolerance: float = 1e-4) -> None:
+def play_briefly(run: Run) -> list[Tensor]:
+    """Two prompts, then several rows of one token, and one."""
+    logits = [run.step({1: random_ids(1, seed=2), 0: random_ids(6, seed=0)})]
+    run.last_token_ids[run.rows] = torch.tensor([5, 99], device=DEVICE)
+    return [*logits, run.step({1: [-1], 0: [-1]}), run.step({0: [-1]})]
+
+
+def assert_same_run(
+    ours: Run, reference: Run, tolerance: float = 1e-4, play: Callable[[Run], list[Tensor]] = play
+) -> None:
     for step, (logits, expected) in enumerate(zip(play(ours), play(reference), strict=True)):
         assert (logits.dtype, logits.shape) == (torch.float32, expected.shape)
         assert expected.std() > 0.5
@@ -207,6 +216,54 @@ def test_every_step_under_a_quantized_head(name: str, monkeypatch: pytest.Monkey
     assert torch.equal(given, decoder.compute_logits(hidden))
 
 
+def quantized(
+    config: DecoderConfig, bits: int, zero_point: ZeroPoint, layers: Sequence[int]
+) -> tuple[Decoder, Decoder]:
+    """A model with codes in these layers as the kernels take them, and the same one as the references do."""
+    models = make_model(config), make_model(config)
+    for model in models:
+        for layer in layers:
+            for name in ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"):
+                linear = model.get_submodule(f"layers.{layer}.{name}")
+                weight: Tensor = linear.weight.data  # pyright: ignore[reportAssignmentType]
+                packed = quantize_by_rounding(weight, bits, CHANNEL, zero_point)
+                laid_out = KernelIntWeight.of(packed) if model is models[0] else packed
+                model.set_submodule(f"layers.{layer}.{name}", QuantizedLinear(laid_out, linear.bias))  # type: ignore[arg-type]
+    return models
+
+
+@pytest.mark.parametrize(
+    ("bits", "zero_point", "layers"), [(4, "float", [0, 1]), (8, "none", [1]), (4, "integer", [0])], ids=str
+)
+def test_every_step_with_layers_of_codes(
+    bits: int, zero_point: ZeroPoint, layers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only some layers are quantized, the others go their own way."""
+    model, reference = quantized(BIASED, bits, zero_point, layers)
+    decoder = make_triton_decoder(model, by_tiles, monkeypatch)
+    assert_same_run(
+        Run(model, decoder, TritonAttention(), 2),
+        Run(reference, ReferenceDecoder(reference), ReferenceAttention(), 2),
+        play=play_briefly,
+    )
+
+
+def test_a_head_of_codes_gives_logits_that_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(CONFIG, torch.float16)
+    packed = quantize_by_rounding(model.embedding.data, 4, 32, "float")
+    model.set_submodule("head", QuantizedLinear(KernelIntWeight.of(packed), None))
+    decoder = make_triton_decoder(model, by_library, monkeypatch)
+    hidden = torch.randn(3, CONFIG.hidden_size, device=DEVICE).half()
+    logits = decoder.compute_logits(hidden)
+    normed = model.final_norm(hidden)
+    expected = normed.double() @ packed.dequantize().double().t()
+    torch.testing.assert_close(logits.double(), expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-4)
+    assert not torch.equal(logits, logits.half().float())
+    given = torch.empty_like(logits)
+    assert decoder.compute_logits(hidden, output=given).data_ptr() == given.data_ptr()
+    assert torch.equal(given, logits)
+
+
 @pytest.mark.parametrize(
     ("name", "kv_dtype"), [("tiles", "fp8_e4m3"), ("tiles", "int8"), ("tiles", "int4"), ("library", "int4")]
 )
@@ -244,6 +301,42 @@ OPS = ("embed_tokens", "norm_qkv_rotary_store", "norm_linear", "norm_gated_linea
 LIBRARY_OPS = ("rotary_and_store", "silu_and_mul")
 
 
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of every op that the decoder launches by itself."""
+    calls: Counter[str] = Counter()
+
+    def counted(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls[op] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    for op in OPS + LIBRARY_OPS:
+        monkeypatch.setattr(triton_decoder, op, counted(op, getattr(triton_decoder, op)))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "kv_dtype", "layers", "expected"),
+    [
+        (16, None, [0, 1], (1, 2, 1, 2, 5, 0, 0)),  # the head alone is a product of a matrix
+        (17, None, [0, 1], (1, 0, 1, 0, 5, 2, 2)),  # the fused kernels take no more than 16
+        (4, "int8", [0, 1], (1, 0, 1, 2, 5, 2, 0)),
+        (4, None, [1], (1, 2, 3, 2, 5, 0, 0)),  # no norm is deferred past a layer that is not
+    ],
+)
+def test_layers_of_codes_are_fused_for_few_tokens(
+    num_tokens: int, kv_dtype: str | None, layers: list[int], expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = quantized(CONFIG, 4, "float", layers)
+    calls = count_calls(monkeypatch)
+    decoder = make_triton_decoder(model, by_tiles, monkeypatch)
+    kv_format = PLAIN if kv_dtype is None else KV_FORMATS[kv_dtype]
+    Run(model, decoder, TritonAttention(), 1, kv_format).step({0: random_ids(num_tokens, seed=1)})
+    assert tuple(calls[op] for op in OPS + LIBRARY_OPS) == expected
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -258,17 +351,7 @@ def test_the_path_that_was_chosen_is_taken(
     name: str, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(CONFIG)
-    calls: Counter[str] = Counter()
-
-    def counted(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            calls[op] += 1
-            return function(*arguments, **options)
-
-        return call
-
-    for op in OPS + LIBRARY_OPS:
-        monkeypatch.setattr(triton_decoder, op, counted(op, getattr(triton_decoder, op)))
+    calls = count_calls(monkeypatch)
     run = Run(model, make_triton_decoder(model, CHOICES[name], monkeypatch), TritonAttention(), 2)
     run.step({0: [1, 2], 1: [3, 4]})
     assert tuple(calls[op] for op in OPS + LIBRARY_OPS) == expected

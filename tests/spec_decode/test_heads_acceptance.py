@@ -6,41 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-from backend.quantization.calibration import WindowAttention
 from backend.spec_decode.heads.acceptance import Answered, Drafter, Round, answer_rounds, simulate_rounds, summarize
-from backend.spec_decode.heads.eagle import EagleHead
-from backend.spec_decode.heads.target import DenseTarget, dense_metadata, output_rows
-from backend.spec_decode.heads.unroll import DraftHead
 from tests.helpers import dense_greedy
-from tests.spec_decode.tiny_heads import FEATURE_LAYERS, make_target, random_eagle, random_ids, random_medusa
+from tests.spec_decode.tiny_heads import (
+    FEATURE_LAYERS,
+    dense_chain,
+    dense_states,
+    make_target,
+    random_eagle,
+    random_ids,
+    random_medusa,
+)
 
 NUM_STEPS, OUTPUT_LEN = 4, 24
 VOCABULARY = torch.tensor([0, 1, 2, 3, 5])  # of 6: what another id would be is never drafted
-
-
-def draft(head: DraftHead, target: DenseTarget, known: list[int], rows: Tensor) -> list[int]:
-    """The chain behind `known`, whose last token the target has not read yet; greedy, every step all anew."""
-    if not isinstance(head, EagleHead):
-        hidden = head(target.run(torch.tensor([known[:-1]]), ()).last[0])[-1]
-        return VOCABULARY[(hidden @ rows.t()).argmax(-1)].tolist()
-    features, tokens = head.fuse(target.run(torch.tensor([known[:-1]]), FEATURE_LAYERS).features[0]), list(known)
-    for _ in range(NUM_STEPS):
-        positions = torch.arange(len(features))
-        hidden = head(
-            F.embedding(torch.tensor(tokens[1:]), target.embedding),
-            features,
-            positions,
-            target.model.cos_sin_cache,
-            target.no_cache,
-            dense_metadata(1, positions),
-            WindowAttention(len(features)),
-        )
-        features = torch.cat((features, hidden[-1:]))
-        tokens.append(int(VOCABULARY[(head.final_norm(hidden[-1:]) @ rows.t()).argmax()]))
-    return tokens[len(known) :]
 
 
 @torch.no_grad()
@@ -48,7 +28,6 @@ def draft(head: DraftHead, target: DenseTarget, known: list[int], rows: Tensor) 
 def test_rounds_are_those_of_speculative_decoding(tmp_path: Path, kind: str) -> None:
     target = make_target(tmp_path, vocab_size=6)
     head = random_eagle(target) if kind == "eagle" else random_medusa(target, NUM_STEPS)
-    rows = output_rows(target.model, VOCABULARY)
     drafter = Drafter.of(head, target, FEATURE_LAYERS if kind == "eagle" else (), VOCABULARY)
     sequences: list[Answered] = []
     all_expected: list[list[Round]] = []
@@ -57,8 +36,9 @@ def test_rounds_are_those_of_speculative_decoding(tmp_path: Path, kind: str) -> 
         prompt = random_ids(6, 5 + seed, seed=seed).tolist()
         output = dense_greedy(tmp_path, prompt, OUTPUT_LEN)
         sequence, position, expected = prompt + output, len(prompt) + 1, []
+        states = dense_states(drafter, sequence)
         while position < len(sequence):
-            chain = draft(head, target, sequence[:position], rows)
+            chain = dense_chain(drafter, states, sequence, position, NUM_STEPS)
             follows = sequence[position : position + NUM_STEPS]
             right = 0
             while right < len(follows) and chain[right] == follows[right]:

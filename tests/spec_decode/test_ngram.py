@@ -51,11 +51,11 @@ def test_each_request_is_drafted_for_from_its_own_text() -> None:
     proposer.begin("gone", [1, 1], 0)
     proposer.forget("gone")
     proposer.extend("b", [7, 8])
-    requests = [DraftRequest(key, count, SamplingParams(), 0) for key, count in (("b", 2), ("a", 4))]
+    requests = [DraftRequest(key, count, SamplingParams(), 0, 0, 1) for key, count in (("b", 2), ("a", 4))]
     output = proposer.propose(requests)
     assert output.num_tokens == [2, 4]
     assert output.token_ids[0, :2].tolist() == [9, 7]
     assert output.token_ids[1].tolist() == [3, 1, 2, 3]
     assert output.probs is None
     proposer.begin("c", [5, 6], 0)
-    assert proposer.propose([DraftRequest("c", 3, SamplingParams(), 0)]).num_tokens == [0]
+    assert proposer.propose([DraftRequest("c", 3, SamplingParams(), 0, 0, 1)]).num_tokens == [0]

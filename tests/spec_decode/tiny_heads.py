@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from backend.models.sources import resolve_source
+from backend.quantization.calibration import WindowAttention
+from backend.spec_decode.heads.acceptance import Drafter
 from backend.spec_decode.heads.eagle import EagleHead
 from backend.spec_decode.heads.medusa import MedusaHeads
-from backend.spec_decode.heads.target import DenseTarget
+from backend.spec_decode.heads.target import DenseTarget, TargetStates, dense_metadata
 from backend.spec_decode.heads.training_data import Conversation
 from tests.helpers import load_oracle, make_tiny_llama
 
@@ -34,8 +39,8 @@ def randomize(head: nn.Module, seed: int = 0) -> None:
         parameter.data.copy_(1 + 0.2 * noise if is_norm else noise * parameter.shape[-1] ** -0.5)
 
 
-def random_eagle(target: DenseTarget) -> EagleHead:
-    head = EagleHead(target.config, len(FEATURE_LAYERS), dtype=torch.float32, device=CPU)
+def random_eagle(target: DenseTarget, num_features: int = len(FEATURE_LAYERS)) -> EagleHead:
+    head = EagleHead(target.config, num_features, dtype=torch.float32, device=CPU)
     randomize(head)
     return head
 
@@ -61,3 +66,46 @@ def greedy_conversations(
     )
     is_answer = np.arange(prompt_len + answer_len) >= prompt_len
     return [Conversation(row.numpy().astype(np.int32), is_answer, True) for row in token_ids]
+
+
+@torch.no_grad()
+def dense_states(drafter: Drafter, token_ids: Sequence[int]) -> TargetStates:
+    """Of all tokens of a text by one pass: no token's states know of those behind it."""
+    return drafter.target.run(torch.tensor([token_ids]), drafter.feature_layers)
+
+
+@torch.no_grad()
+def dense_chain(
+    drafter: Drafter,
+    states: TargetStates,
+    token_ids: Sequence[int],
+    num_known: int,
+    num_steps: int,
+    window: int | None = None,
+) -> list[int]:
+    """The chain behind the first so many tokens, the last of which the target has not read yet; every step all anew.
+
+    Args:
+        states: of `token_ids`.
+        window: of the head's attention, in tokens; None: it has none.
+    """
+    head, target, rows = drafter.head, drafter.target, drafter.draft_rows
+    vocabulary, tokens = drafter.draft_token_ids, list(token_ids[:num_known])
+    if not isinstance(head, EagleHead):
+        hidden = head(states.last[0, num_known - 2, None])[0, :num_steps]
+        return vocabulary[(hidden @ rows.t()).argmax(-1)].tolist()
+    features = head.fuse(states.features[0, : num_known - 1])
+    for _ in range(num_steps):
+        positions = torch.arange(len(features))
+        hidden = head(
+            F.embedding(torch.tensor(tokens[1:]), target.embedding),
+            features,
+            positions,
+            target.model.cos_sin_cache,
+            replace(target.no_cache, window=window),
+            dense_metadata(1, positions),
+            WindowAttention(len(features)),
+        )
+        features = torch.cat((features, hidden[-1:]))
+        tokens.append(int(vocabulary[(head.final_norm(hidden[-1:]) @ rows.t()).argmax()]))
+    return tokens[num_known:]

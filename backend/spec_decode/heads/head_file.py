@@ -30,11 +30,13 @@ class LoadedHead:
     """
     Attributes:
         draft_token_ids: int64 [draft_vocab_size], ascending: the target's ids that the head's logits belong to.
+        num_parameters: of the head itself.
     """
 
     head: DraftHead
     config: HeadConfig
     draft_token_ids: Tensor
+    num_parameters: int
 
 
 def build_head(
@@ -110,10 +112,11 @@ def load_head(
                 f"{path}: {name} has shape {list(tensors[name].shape)}, and the target asks for {list(parameter.shape)}"
             )
         parameter.data.copy_(tensors[name])
+    num_parameters = sum(tensor.numel() for tensor in tensors.values())
     for module in head.modules():
         if isinstance(module, Linear):
             module.prepare()
-    return LoadedHead(head.eval(), config, token_ids.to(device))
+    return LoadedHead(head.eval(), config, token_ids.to(device), num_parameters)
 
 
 def _check_vocabulary(path: Path, token_ids: Tensor, config: HeadConfig, target: DecoderConfig) -> None:

@@ -1,0 +1,56 @@
+"""`DraftSampling`: draws of a batch's drafts, each from the draft's own distribution after its request's filters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backend.sample.filtering import draw_tokens, filtered_weights, probabilities
+from backend.sample.metadata import copy_to
+from backend.sample.random import Purpose, uniform
+from backend.spec_decode.proposer import DraftRequest
+from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSampling:
+    """How the requests of a draft are sampled, on its device."""
+
+    temperature: Tensor  # float32 [num_reqs]
+    top_k: Tensor  # int32 [num_reqs]
+    top_p: Tensor  # float32 [num_reqs]
+    draws: Tensor  # float64 [num_reqs, k]
+    filters: bool
+
+    @staticmethod
+    def of(requests: Sequence[DraftRequest], k: int, device: torch.device) -> DraftSampling | None:
+        """None where all are greedy."""
+        params = [request.sampling_params for request in requests]
+        temperature = np.array([it.temperature for it in params], dtype=np.float32)
+        if (temperature < GREEDY_TEMPERATURE).all():
+            return None
+        seeds = np.repeat(np.array([it.seed for it in params], dtype=np.uint64), k).tolist()
+        positions = [request.position + index for request in requests for index in range(k)]
+        return DraftSampling(
+            temperature=copy_to(temperature, device),
+            top_k=copy_to(np.array([min(it.top_k, 2**31 - 1) for it in params], dtype=np.int32), device),
+            top_p=copy_to(np.array([it.top_p for it in params], dtype=np.float32), device),
+            draws=copy_to(uniform(seeds, positions, Purpose.DRAFT).reshape(len(params), k), device),
+            filters=any(it.top_k > 0 or it.top_p < 1 for it in params),
+        )
+
+    def draw(self, logits: Tensor, rows: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """The token at a place of the draft, int64 [num_rows], and what it was drawn from, float32 [num_rows, vocab_size].
+
+        Args:
+            logits: float32 [num_rows, vocab_size], the draft's own.
+            rows: int64 [num_rows], the requests that these are.
+        """
+        filters = (self.temperature[rows], self.top_k[rows], self.top_p[rows])
+        logits = logits.nan_to_num(nan=0.0, neginf=-torch.inf)  # a draft may be broken, and what it was drawn from not
+        weights = filtered_weights(logits, *filters, filters=self.filters)
+        return draw_tokens(weights, self.draws[rows, index]), probabilities(weights)

@@ -1,0 +1,99 @@
+"""Draft heads in a real engine, and what they draft there against what they draft alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backend.config import EngineConfig
+from backend.engine.engine_host import EngineHost
+from backend.metrics.speculation_ledger import Round, read_rounds
+from backend.models.sources import resolve_source
+from backend.spec_decode.heads.acceptance import Drafter
+from backend.spec_decode.heads.head_config import HeadConfig, HeadKind
+from backend.spec_decode.heads.head_file import load_head, save_head
+from backend.spec_decode.heads.target import DenseTarget, target_fingerprint
+from backend.spec_decode.heads.unroll import DraftHead
+from tests.engine.driving import Answer, answers, config_of
+from tests.engine.test_engine_host import StepSink
+from tests.spec_decode.tiny_heads import CPU, FEATURE_LAYERS, dense_chain, dense_states, random_eagle, random_medusa
+
+KINDS: tuple[HeadKind, ...] = ("eagle", "medusa")
+NUM_HEADS = 4  # of a Medusa
+
+
+def random_head(kind: HeadKind, target: DenseTarget, feature_layers: Sequence[int] = FEATURE_LAYERS) -> DraftHead:
+    return random_eagle(target, len(feature_layers)) if kind == "eagle" else random_medusa(target, NUM_HEADS)
+
+
+def save(
+    folder: Path,
+    head: DraftHead,
+    kind: HeadKind,
+    model: Path,
+    vocabulary: Tensor,
+    feature_layers: Sequence[int] = FEATURE_LAYERS,
+) -> Path:
+    """A head's folder, for the target of another one."""
+    layers = tuple(feature_layers) if kind == "eagle" else ()
+    fingerprint = target_fingerprint(resolve_source(str(model)))
+    save_head(folder, head, HeadConfig(kind, "tiny", fingerprint, NUM_HEADS, layers, len(vocabulary), {}), vocabulary)
+    return folder
+
+
+def heading(model: Path, kind: str, head: Path, **overrides: Any) -> EngineConfig:
+    return config_of(model, speculative__method=kind, speculative__model=str(head), **overrides)
+
+
+def load_drafter(head: Path, model: Path) -> Drafter:
+    source = resolve_source(str(model))
+    target = DenseTarget.load(source, CPU)
+    loaded = load_head(head, target.config, target_fingerprint(source), dtype=torch.float32, device=CPU)
+    return Drafter.of(loaded.head, target, loaded.config.feature_layers, loaded.draft_token_ids)
+
+
+class _Rounds(StepSink):
+    def all(self) -> list[Round]:
+        return [it for kind, data, _, _ in self.chunks if kind == "speculation" for it in read_rounds(data)]
+
+
+def answers_and_rounds(
+    host: EngineHost, prompts: Mapping[str, Sequence[int]], **sampling: Any
+) -> tuple[dict[str, Answer], list[Round]]:
+    sink = _Rounds()
+    host.set_sink(sink)  # type: ignore[arg-type]
+    collected = answers(host, prompts, **sampling)
+    host.set_sink(None)
+    return collected, sink.all()
+
+
+def check_drafts(
+    drafter: Drafter,
+    prompts: Mapping[str, Sequence[int]],
+    collected: Mapping[str, Answer],
+    rounds: Sequence[Round],
+    window: int | None = None,
+) -> None:
+    """Drafts are those of the head alone, over the request's tokens so far, without a cache.
+
+    Args:
+        window: of the head's attention, in tokens; None: it has none.
+    """
+    for request_id, prompt in prompts.items():
+        text = [*prompt, *collected[request_id].token_ids]
+        states = dense_states(drafter, text)
+        for it in (each for each in rounds if each.request_id == request_id):
+            num_known, k = len(prompt) + it.position, len(it.draft_token_ids)
+            assert list(it.draft_token_ids) == dense_chain(drafter, states, text, num_known, k, window), it
+
+
+def num_accepted(rounds: Sequence[Round]) -> int:
+    return sum(it.num_accepted for it in rounds)
+
+
+def num_drafted(rounds: Sequence[Round]) -> int:
+    return sum(len(it.draft_token_ids) for it in rounds)

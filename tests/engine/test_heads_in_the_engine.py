@@ -1,0 +1,299 @@
+"""`speculative.method = eagle` and `medusa`: tokens are those of plain decoding, and drafts are those of the head alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backend.config import EngineConfig
+from backend.core.kv_groups import KVGroupSpec
+from backend.core.speculation import resolve_speculation
+from backend.engine.engine_host import EngineHost
+from backend.errors import ConfigError, ModelError
+from backend.models.sources import resolve_source
+from backend.spec_decode.heads.head_config import HeadKind
+from backend.spec_decode.heads.target import DenseTarget
+from backend.spec_decode.heads.training import HeadTrainer, TrainingSettings, new_head
+from tests.engine.driving import answers, config_of, tokens
+from tests.engine.heads import (
+    KINDS,
+    NUM_HEADS,
+    answers_and_rounds,
+    check_drafts,
+    heading,
+    load_drafter,
+    num_accepted,
+    num_drafted,
+    random_head,
+    save,
+)
+from tests.engine.test_samples import samples, submit_samples
+from tests.engine.test_speculative_sampling import LENGTH, TEMPERATURE, TOP_K, chi_square, law_of, too_large
+from tests.engine.test_speculative_sampling import PROMPT as SAMPLED_PROMPT
+from tests.helpers import dense_greedy, load_oracle, make_tiny_llama, make_tiny_model
+from tests.spec_decode.tiny_heads import CPU, FEATURE_LAYERS, greedy_conversations, make_target, random_ids
+
+VOCAB_SIZE = 40
+VOCABULARY = torch.tensor([*range(9), *range(10, VOCAB_SIZE)])  # token 9 is never drafted
+# They begin differently: the entry at the end of a shared block would hold what came next in another prompt.
+PROMPTS = {
+    f"p{length}": [first, *random_ids(VOCAB_SIZE, length - 1, seed=length).tolist()]
+    for first, length in enumerate((1, 2, 15, 16, 17, 40, 100))
+}
+GREEDY: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+TRAINING = TrainingSettings(num_steps=24, num_unrolled=2, batch_tokens=512, learning_rate=4e-3, seed=0)
+
+Heads = dict[tuple[HeadKind, str], Path]  # by kind, and "random" or "trained"
+
+
+@pytest.fixture(autouse=True)
+def check_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVELAB_DEBUG", "1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of few tokens, which a head can learn in a moment."""
+    folder = tmp_path_factory.mktemp("models") / "few-tokens"
+    make_target(folder, VOCAB_SIZE)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    special = tokenizer["added_tokens"]
+    for token_id, token in enumerate(special, start=VOCAB_SIZE - len(special)):
+        token["id"] = token_id
+    letters = {token: at for token, at in tokenizer["model"]["vocab"].items() if at < VOCAB_SIZE - len(special)}
+    tokenizer["model"]["vocab"] = letters
+    path.write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(model: Path) -> DenseTarget:
+    return DenseTarget.load(resolve_source(str(model)), CPU)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[str, list[int]]:
+    oracle = load_oracle(model)
+    return {key: dense_greedy(oracle, prompt, 24) for key, prompt in PROMPTS.items()}
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory, model: Path, target: DenseTarget) -> Heads:
+    folder, conversations = tmp_path_factory.mktemp("heads"), greedy_conversations(model, VOCAB_SIZE, 64)
+    found: Heads = {}
+    for kind in KINDS:
+        head = random_head(kind, target)
+        found[kind, "random"] = save(folder / f"random-{kind}", head, kind, model, VOCABULARY)
+        layers = FEATURE_LAYERS if kind == "eagle" else ()
+        trainer = HeadTrainer(new_head(head, target, 0), target, layers, VOCABULARY, TRAINING)
+        assert trainer.train(conversations)
+        found[kind, "trained"] = save(folder / f"trained-{kind}", trainer.head, kind, model, VOCABULARY)
+    return found
+
+
+MATRIX: dict[str, dict[str, Any]] = {
+    "blocks of one": {"cache__block_size": 1},
+    "chunks": {"scheduler__max_num_batched_tokens": 16, "cache__block_size": 4},
+    "a budget of three": {"scheduler__max_num_batched_tokens": 3},
+    "off while more than one decodes": {"speculative__max_batch": 1, "scheduler__max_num_seqs": 2},
+    "preempted": {"cache__num_blocks": 10, "scheduler__preemption": "recompute"},
+    "swapped": {"cache__num_blocks": 10, "scheduler__preemption": "swap"},
+    "contiguous": {"cache__layout": "contiguous"},
+    "without prefix cache": {"cache__enable_prefix_caching": False},
+    "batch invariant": {"kernels__batch_invariant": True},
+}
+OF_MEDUSA = ("chunks", "off while more than one decodes", "preempted", "swapped")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("eagle", name) for name in MATRIX), *(("medusa", name) for name in OF_MEDUSA)]
+)
+def test_tokens_are_those_of_plain_decoding_and_drafts_those_of_the_head_alone(
+    host: EngineHost, model: Path, heads: Heads, expected: dict[str, list[int]], kind: HeadKind, name: str
+) -> None:
+    """Twice: the second time much of each prompt is found in the cache, and with it what the head had computed of it."""
+    folder = heads[kind, "trained"]
+    host.load(heading(model, kind, folder, **MATRIX[name]))
+    drafter = load_drafter(folder, model)
+    for turn in range(2):
+        collected, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
+        assert {key: answer.token_ids for key, answer in collected.items()} == expected, f"turn {turn}"
+        assert len(rounds) >= 5
+        assert num_accepted(rounds) > 0
+        check_drafts(drafter, PROMPTS, collected, rounds[turn::3])
+        if name in ("preempted", "swapped"):
+            assert sum(answer.last.num_preemptions or 0 for answer in collected.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "window"),
+    [
+        ("Mistral", {"sliding_window": 8}, 8),
+        ("Qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, None),
+    ],
+)
+def test_a_head_sees_as_far_as_the_target_s_first_kv_group(
+    host: EngineHost, tmp_path: Path, architecture: str, changes: dict[str, Any], window: int | None
+) -> None:
+    """Where all layers have a window, blocks behind it are gone for the head too; else it sees everything."""
+    model = make_tiny_model(tmp_path / "model", architecture, **changes)
+    vocabulary = torch.arange(0, 512, 3)
+    target = DenseTarget.load(resolve_source(str(model)), CPU)
+    head = save(tmp_path / "head", random_head("eagle", target), "eagle", model, vocabulary)
+    host.load(config_of(model, cache__block_size=4))
+    plain = tokens(host, PROMPTS, **GREEDY)
+    host.load(heading(model, "eagle", head, cache__block_size=4, scheduler__max_num_batched_tokens=40))
+    collected, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
+    assert {key: answer.token_ids for key, answer in collected.items()} == plain
+    check_drafts(load_drafter(head, model), PROMPTS, collected, rounds[::8], window)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_of_a_prompt_go_on_from_what_the_first_has_computed(
+    host: EngineHost, model: Path, heads: Heads, expected: dict[str, list[int]], kind: HeadKind
+) -> None:
+    """They share blocks, the last of which each copies before the head writes into it. Greedy, so all are alike."""
+    host.load(heading(model, kind, heads[kind, "trained"]))
+    prompts = {key: PROMPTS[key] for key in ("p17", "p40")}
+    alone = {key: answers(host, {key: prompt}, **GREEDY)[key].last.speculation for key, prompt in prompts.items()}
+    for key, answer in samples(host, prompts, n=3, **GREEDY).items():
+        assert answer.token_ids == expected[key.split("/")[0]]
+        assert answer.last.speculation == alone[key.split("/")[0]], "other drafts than those of a request alone"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("eagle", {"cache__dtype": "fp8_e4m3"}),
+        ("eagle", {"cache__dtype": "int4"}),
+        ("medusa", {"cache__dtype": "int8"}),
+        ("eagle", {"quantization__method": "int8"}),
+        ("medusa", {"quantization__method": "int4"}),
+    ],
+    ids=str,
+)
+def test_tokens_are_those_of_plain_decoding_where_weights_or_cache_are_quantized(
+    host: EngineHost, model: Path, heads: Heads, kind: HeadKind, options: dict[str, Any]
+) -> None:
+    host.load(config_of(model, **options))
+    plain = tokens(host, PROMPTS, **GREEDY)
+    host.load(heading(model, kind, heads[kind, "trained"], **options))
+    for _ in range(2):
+        collected, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
+        assert {key: answer.token_ids for key, answer in collected.items()} == plain
+        assert num_accepted(rounds) > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_head_is_right_more_often_than_an_untrained_one(
+    host: EngineHost, tmp_path: Path, model: Path, heads: Heads, kind: HeadKind
+) -> None:
+    """In the same folder: an engine is loaded anew when the files of its head change."""
+    shares, folder = [], tmp_path / "head"
+    for state in ("random", "trained"):
+        folder.mkdir(exist_ok=True)
+        for path in heads[kind, state].iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        host.load(heading(model, kind, folder))
+        _, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
+        shares.append(num_accepted(rounds) / num_drafted(rounds))
+    assert shares[1] > shares[0] + 0.03
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_outputs_have_the_law_of_the_dense_model(
+    host: EngineHost, model: Path, heads: Heads, kind: HeadKind
+) -> None:
+    law = law_of(model)
+    options = {"scheduler__max_num_seqs": 64, "speculative__num_speculative_tokens": 2}
+    host.load(heading(model, kind, heads[kind, "trained"], **options))
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = drafted = 0
+    sampling = {"temperature": TEMPERATURE, "top_k": TOP_K, "max_tokens": LENGTH, "ignore_eos": True}
+    for seed in range(12):
+        for answer in submit_samples(host, "a", SAMPLED_PROMPT, 64, seed=seed, **sampling).values():
+            assert answer.finish_reason == "length"
+            assert answer.last.speculation is not None
+            counts[tuple(answer.token_ids)] += 1
+            drafted += answer.last.speculation.num_draft_tokens
+            accepted += answer.last.speculation.num_accepted_tokens
+    assert set(counts) <= set(law)
+    assert 100 < accepted < drafted
+    statistic, degrees = chi_square(counts, law)
+    assert degrees > 20
+    assert statistic < too_large(degrees)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sd_5_the_end_of_the_context(host: EngineHost, tmp_path: Path, model: Path, kind: HeadKind) -> None:
+    """The model's own, behind which there are no positions; one token of the room left is the target's."""
+    short = shutil.copytree(model, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 128}))
+    target = DenseTarget.load(resolve_source(str(short)), CPU)
+    folder = save(tmp_path / "head", random_head(kind, target), kind, short, VOCABULARY)
+    prompts = {f"p{length}": [7] * length for length in (119, 122, 126)}
+    host.load(heading(short, kind, folder))
+    collected, rounds = answers_and_rounds(host, prompts, max_tokens=50, ignore_eos=True)
+    for key, prompt in prompts.items():
+        answer = collected[key]
+        assert (len(prompt) + len(answer.token_ids), answer.finish_reason) == (128, "length")
+        assert answer.token_ids == dense_greedy(model, prompt, len(answer.token_ids))
+    assert max(len(prompts[it.request_id]) + it.position + len(it.draft_token_ids) for it in rounds) == 127
+
+
+def test_what_a_medusa_has_no_heads_for_is_not_asked_of_it(host: EngineHost, model: Path, heads: Heads) -> None:
+    folder = heads["medusa", "random"]
+    info = host.load(heading(model, "medusa", folder, speculative__num_speculative_tokens=7))
+    assert info.resolved_config.speculative.num_speculative_tokens == NUM_HEADS
+    assert any(f"num_speculative_tokens is {NUM_HEADS} instead of 7" in notice for notice in info.notices)
+    _, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
+    assert max(len(it.draft_token_ids) for it in rounds) == NUM_HEADS
+    info = host.load(heading(model, "medusa", folder, speculative__num_speculative_tokens=3))
+    assert not any("num_speculative_tokens" in notice for notice in info.notices)
+    _, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
+    assert max(len(it.draft_token_ids) for it in rounds) == 3
+
+
+def test_with_cuda_graphs_steps_run_without_them_and_the_run_says_so() -> None:
+    config = EngineConfig().with_overrides({"kernels.enforce_eager": False})
+    for method, is_eager in (("eagle", True), ("medusa", True), ("ngram", False)):
+        resolved, notices = resolve_speculation(config.with_overrides({"speculative.method": method}))
+        assert resolved.kernels.enforce_eager == is_eager
+        assert any("kernels.enforce_eager is on" in notice for notice in notices) == is_eager
+
+
+def test_a_block_counts_the_bytes_of_the_head_s_layer(host: EngineHost, model: Path, heads: Heads) -> None:
+    """An EAGLE head has one layer of the target's shape, a Medusa none."""
+    layers: dict[HeadKind, int] = {"eagle": 4, "medusa": 3}
+    for kind, num_layers in layers.items():
+        info = host.load(heading(model, kind, heads[kind, "random"], cache__num_blocks=20))
+        per_token = KVGroupSpec(num_layers, 3, 8, 4).bytes_per_token
+        assert info.load["kv_bytes_per_token"] == per_token
+        assert info.load["kv_cache_bytes"] == 21 * 16 * per_token
+
+
+def test_heads_that_do_not_fit_are_refused(host: EngineHost, tmp_path: Path, model: Path, heads: Heads) -> None:
+    other = make_tiny_llama(tmp_path / "other", seed=5)
+    with pytest.raises(
+        ConfigError, match=r"was trained for tiny, whose weights are not those of this target; train one"
+    ):
+        host.load(heading(other, "eagle", heads["eagle", "random"]))
+    with pytest.raises(ConfigError, match=r"holds a head of kind eagle: it goes with speculative.method = 'eagle'"):
+        host.load(heading(model, "medusa", heads["eagle", "random"]))
+    with pytest.raises(
+        ModelError, match=r"holds no draft head: config.json is missing; one is made by: servelab heads"
+    ):
+        host.load(heading(model, "medusa", tmp_path / "nowhere"))
+    for kind in KINDS:
+        with pytest.raises(ConfigError, match=f"no {kind} head comes for .*; train one with: servelab heads train"):
+            host.load(config_of(model, speculative__method=kind))
+    with pytest.raises(ConfigError, match="random weights, which no draft head can learn"):
+        host.load(config_of("dummy:tiny", speculative__method="eagle"))
