@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import quality_table
+from benchmarks import aims, quality_table
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -79,6 +79,8 @@ def _markdown(result: Result) -> str:
             "|---" + "|---:" * (len(HEADER) - 1) + "|",
         ]
         lines += [f"| {' | '.join(_cells(figure))} |" for figure in figures]
+    if missed := aims.missed(result["figures"]):
+        lines += ["", f"Short of what it aims at: {'; '.join(missed)}."]
     return "\n".join(lines)
 
 

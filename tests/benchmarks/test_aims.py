@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.aims import LARGE, SMALL, missed
+from benchmarks.figures import Figure
+
+
+def figure(model: str, name: str, unit: str, value: float, **more: Any) -> dict[str, Any]:
+    return asdict(Figure.of(model, name, unit, [value], **more))
+
+
+def test_what_falls_short_is_named_with_its_aim() -> None:
+    figures = [
+        figure(LARGE, "mix 256", "tok/s", 104.0, peer=100.0, peer_name="vLLM"),
+        figure(LARGE, "decode 128", "tok/s", 100.0, peer=100.0, peer_name="vLLM"),
+        figure(SMALL, "decode 1", "tok/s", 1500.0, details={"step_us": 666.7}),
+        figure(SMALL, "decode 32", "tok/s", 36000.0, details={"step_us": 888.9}),
+        figure(SMALL, "idle 8", "share", 0.142),
+        figure(SMALL, "idle 128", "share", 0.4),  # asked up to 32 requests only
+        figure(LARGE, "idle 256", "share", 0.03),
+    ]
+    assert missed(figures) == [
+        f"mix 256 of {LARGE}, 1.040 × instead of 1.05 ×",
+        f"decode 1 of {SMALL}, 667 us a step instead of 600",
+        f"idle 8 of {SMALL}, 14.2% instead of 10%",
+    ]
+
+
+def test_what_was_not_measured_or_has_no_peer_is_not_short() -> None:
+    failed = asdict(Figure(LARGE, "mix 256", "tok/s", error="EngineError: out of memory"))
+    assert missed([failed, figure(LARGE, "decode 8", "tok/s", 1.0), figure("dummy:x", "mix 256", "tok/s", 1.0)]) == []
