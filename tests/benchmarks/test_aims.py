@@ -4,10 +4,10 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.aims import LARGE, SMALL, missed
-from benchmarks.figures import Figure
+from benchmarks.figures import Figure, Unit
 
 
-def figure(model: str, name: str, unit: str, value: float, **more: Any) -> dict[str, Any]:
+def figure(model: str, name: str, unit: Unit, value: float, **more: Any) -> dict[str, Any]:
     return asdict(Figure.of(model, name, unit, [value], **more))
 
 
