@@ -18,7 +18,7 @@ from kernels.ops.byte_projection import few_tokens_kernel, store_scaled
 from kernels.ops.checks import check_float_dtype, check_tensor
 from kernels.ops.pdl import supports_pdl
 from kernels.ops.projection import MIN_BOX_ROWS, Tiles, supports_tma
-from kernels.ops.split_sums import is_last
+from kernels.ops.split_sums import sum_splits
 
 CHUNK = 128  # bytes
 MAX_FEW_TOKENS = 16  # that `project_bytes` takes at once
@@ -105,15 +105,8 @@ def many_tokens_kernel(
             total = tl.dot(codes, tl.trans(x), total, max_num_imprecise_acc=BLOCK_K)
     owner = True
     if SPLITS > 1:
-        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        partial_ptrs = partial_ptr + (tile * SPLITS).to(tl.int64) * (BLOCK_N * BLOCK_M) + place
-        tl.store(partial_ptrs + tl.program_id(1) * (BLOCK_N * BLOCK_M), total)
-        owner = is_last(counters_ptr + tile, SPLITS)
-        if owner:
-            total = tl.zeros([BLOCK_N, BLOCK_M], dtype=SUM)
-            for split in range(SPLITS):
-                # ".cg": straight from the L2, where the other programs' sums are.
-                total += tl.load(partial_ptrs + split * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+        tile_ptr = partial_ptr + (tile * SPLITS).to(tl.int64) * (BLOCK_N * BLOCK_M)
+        total, owner = sum_splits(total, tile_ptr, counters_ptr + tile, tl.program_id(1), SPLITS)
     if owner:
         store_scaled(
             output_ptr,

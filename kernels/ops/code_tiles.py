@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from kernels.ops.int_codes import chunk_part, code_bias
-from kernels.ops.split_sums import is_last
+from kernels.ops.linear_outputs import store_outputs
+from kernels.ops.split_sums import sum_splits
 
 
 @triton.jit
@@ -111,22 +112,21 @@ def many_tokens_kernel(
                 total += minimum[:, None] * tl.sum(x.to(tl.float32), axis=0)[None, :]
     owner = True
     if SPLITS > 1:
-        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        partial_ptrs = partial_ptr + (tile * SPLITS).to(tl.int64) * (BLOCK_N * BLOCK_M) + place
-        tl.store(partial_ptrs + tl.program_id(2) * (BLOCK_N * BLOCK_M), total)
-        owner = is_last(counters_ptr + tile, SPLITS)
-        if owner:
-            total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-            for split in range(SPLITS):
-                # ".cg": straight from the L2, where the other programs' sums are.
-                total += tl.load(partial_ptrs + split * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+        tile_ptr = partial_ptr + (tile * SPLITS).to(tl.int64) * (BLOCK_N * BLOCK_M)
+        total, owner = sum_splits(total, tile_ptr, counters_ptr + tile, tl.program_id(2), SPLITS)
     if owner:
-        mask = (row < num_rows)[:, None] & token_mask[None, :]
-        if BIAS:
-            total += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
-        if RESIDUAL:
-            residual_ptrs = residual_ptr + token[None, :].to(tl.int64) * stride_residual_token + row[:, None]
-            total += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
-        output_ptrs = output_ptr + token[None, :].to(tl.int64) * stride_output_token + row[:, None]
-        tl.store(output_ptrs, total.to(output_ptr.dtype.element_ty), mask=mask)
+        store_outputs(
+            output_ptr,
+            total,
+            bias_ptr,
+            residual_ptr,
+            token[None, :],
+            row[:, None],
+            num_tokens,
+            num_rows,
+            stride_output_token,
+            stride_residual_token,
+            BIAS,
+            RESIDUAL,
+        )

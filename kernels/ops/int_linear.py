@@ -14,6 +14,7 @@ from kernels.ops.code_launch import MAGIC, MAX_FEW_TOKENS, code_arguments, defau
 from kernels.ops.code_matrix import dequantize_codes
 from kernels.ops.code_projection import project_codes
 from kernels.ops.code_tiles import many_tokens_kernel
+from kernels.ops.linear_outputs import store_outputs
 from kernels.ops.pdl import supports_pdl
 from kernels.ops.projection import Tiles
 from kernels.reference.int_words import CHUNK
@@ -87,16 +88,20 @@ def _few_tokens_kernel(
         SHARES,
         PDL,
     )
-    row = first_row + tl.arange(0, BLOCK_N)
-    token = first_token + tl.arange(0, BLOCK_M)
-    mask = (token < num_tokens)[:, None] & (row < num_rows)[None, :]
-    if BIAS:
-        total += tl.load(bias_ptr + row, mask=row < num_rows, other=0.0).to(tl.float32)[None, :]
-    if RESIDUAL:
-        residual_ptrs = residual_ptr + token[:, None].to(tl.int64) * stride_residual_token + row[None, :]
-        total += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
-    output_ptrs = output_ptr + token[:, None].to(tl.int64) * stride_output_token + row[None, :]
-    tl.store(output_ptrs, total.to(output_ptr.dtype.element_ty), mask=mask)
+    store_outputs(
+        output_ptr,
+        total,
+        bias_ptr,
+        residual_ptr,
+        first_token + tl.arange(0, BLOCK_M)[:, None],
+        first_row + tl.arange(0, BLOCK_N)[None, :],
+        num_tokens,
+        num_rows,
+        stride_output_token,
+        stride_residual_token,
+        BIAS,
+        RESIDUAL,
+    )
 
 
 def int_linear(

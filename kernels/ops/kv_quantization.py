@@ -67,7 +67,7 @@ def quantize_halves(left, right, FORMAT: tl.constexpr):
         first = _rounded(left, -largest_code, largest_code).to(tl.int8)
         second = _rounded(right, -largest_code, largest_code).to(tl.int8)
     else:
-        first, second = _to_e4m3(left), _to_e4m3(right)
+        first, second = to_e4m3(left), to_e4m3(right)
     return first, second, scale, minimum
 
 
@@ -173,7 +173,7 @@ def _rounded(x, lowest, highest):
 
 
 @triton.jit
-def _to_e4m3(x):
+def to_e4m3(x):
     """fp32 to the nearest 8-bit float (ties to even), as uint8; beyond 448 to 448."""
     x = tl.minimum(tl.maximum(x, -448.0), 448.0)
     bits = x.to(tl.int32, bitcast=True)

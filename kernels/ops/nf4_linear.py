@@ -16,7 +16,7 @@ from kernels.ops.nf4_levels import LEVEL_SCALE, level_part, level_table, load_ta
 from kernels.ops.nf4_projection import few_tokens_kernel
 from kernels.ops.pdl import supports_pdl
 from kernels.ops.projection import Tiles
-from kernels.ops.split_sums import is_last
+from kernels.ops.split_sums import sum_splits
 from kernels.reference.int_words import CHUNK
 
 MIN_BLOCK = 32  # columns
@@ -102,16 +102,9 @@ def _many_tokens_kernel(
             total += magnitude[:, None] * tl.dot(levels, x, input_precision="ieee")
     owner = True
     if SPLITS > 1:
-        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        partial_ptrs = partial_ptr + (tile * SPLITS).to(tl.int64) * (BLOCK_N * BLOCK_M) + place
-        tl.store(partial_ptrs + tl.program_id(2) * (BLOCK_N * BLOCK_M), total)
-        owner = is_last(counters_ptr + tile, SPLITS)
-        if owner:
-            total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-            for split in range(SPLITS):
-                # ".cg": straight from the L2, where the other programs' sums are.
-                total += tl.load(partial_ptrs + split * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+        tile_ptr = partial_ptr + (tile * SPLITS).to(tl.int64) * (BLOCK_N * BLOCK_M)
+        total, owner = sum_splits(total, tile_ptr, counters_ptr + tile, tl.program_id(2), SPLITS)
     if owner:
         store_outputs(
             output_ptr,

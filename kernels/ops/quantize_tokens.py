@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.checks import as_bytes, check_float_dtype, check_tensor
-from kernels.ops.kv_quantization import FLOAT32_MAX, _to_e4m3
+from kernels.ops.kv_quantization import FLOAT32_MAX, to_e4m3
 from kernels.ops.pdl import supports_pdl
 
 MAX_COLUMNS = 65536  # of a token, which one program holds in registers
@@ -64,7 +64,7 @@ def _quantize_tokens_kernel(
             largest = tl.load(largest_ptr).to(tl.float32, bitcast=True)
         scale = tl.div_rn(largest, 448.0)
         codes = tl.where(scale > 0.0, tl.div_rn(x, tl.where(scale > 0.0, scale, 1.0)), x * 0.0)
-        codes = tl.where(finite, _to_e4m3(codes), 0x7F)
+        codes = tl.where(finite, to_e4m3(codes), 0x7F)
     tl.store(codes_ptr + token * COLUMNS + column, codes, mask=mask)
     tl.store(scales_ptr + token, scale)
 

@@ -1,4 +1,4 @@
-"""Adding up what the programs of a split softmax left, without a second kernel. No op: called from inside kernels."""
+"""Adding up what the programs of a split sum or softmax left, without a second kernel. No op: called from inside kernels."""
 
 from __future__ import annotations
 
@@ -15,6 +15,26 @@ def is_last(counter_ptr, num_programs):
     if arrived == num_programs - 1:
         tl.store(counter_ptr, 0)
     return arrived == num_programs - 1
+
+
+@triton.jit
+def sum_splits(total, partial_ptr, counter_ptr, split, SPLITS: tl.constexpr):
+    """`total` [rows, columns] of SPLITS programs, in their order, and whether this is the program that has it: the last one.
+
+    Args:
+        partial_ptr: room for SPLITS totals, of this program's tile alone; `split`: this program's place in it.
+        counter_ptr: of this tile, see `is_last`.
+    """
+    SIZE: tl.constexpr = total.shape[0] * total.shape[1]
+    place = tl.arange(0, total.shape[0])[:, None] * total.shape[1] + tl.arange(0, total.shape[1])[None, :]
+    tl.store(partial_ptr + split * SIZE + place, total)
+    owner = is_last(counter_ptr, SPLITS)
+    if owner:
+        total = tl.zeros_like(total)
+        for part in range(SPLITS):
+            # ".cg": straight from the L2, where the other programs' sums are.
+            total += tl.load(partial_ptr + part * SIZE + place, cache_modifier=".cg")
+    return total, owner
 
 
 @triton.jit
