@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.kernel_op import Inputs, KernelOp
-from kernels.limits import device_name, dtype_name, measure_limits
+from kernels.limits import device_name, dtype_name, measure_code_matmul, measure_limits
 from kernels.registry import REGISTRY
 from kernels.timing import rotate, time_call
 
@@ -85,6 +85,7 @@ class Benchmark:
         self.device = device
         self.dtype = dtype
         self.limits = measure_limits(device, dtype)
+        self._code_matmuls: dict[torch.dtype, float] = {}
 
     def time_shapes(self, op: KernelOp, implementation: Implementation) -> Iterator[KernelTiming | Omission]:
         """Every shape of `op`, or why not; on a CPU that can take none of them, the default inputs too."""
@@ -118,10 +119,13 @@ class Benchmark:
         spread = time_call(
             call, rotate(inputs, bytes_moved, self.device), self.device, capture=call is not op.reference
         )
-        share, limited_by = self._share(bytes_moved, flops, spread.p50)
+        share, limited_by = self._share(op, bytes_moved, flops, spread.p50)
         if share > PLAUSIBLE_SHARE:
             self.limits = self.limits.highest(measure_limits(self.device, self.dtype))
-            share, limited_by = self._share(bytes_moved, flops, spread.p50)
+            if op.code_dtype in self._code_matmuls:
+                again = measure_code_matmul(self.device, op.code_dtype)
+                self._code_matmuls[op.code_dtype] = max(self._code_matmuls[op.code_dtype], again)
+            share, limited_by = self._share(op, bytes_moved, flops, spread.p50)
         timing = KernelTiming(
             op=op.name,
             implementation=implementation,
@@ -137,7 +141,7 @@ class Benchmark:
             gb_per_s=bytes_moved / spread.p50 / 1e9,
             tflop_per_s=flops / spread.p50 / 1e12,
             read_limit_gb_per_s=self.limits.read_bytes_per_s / 1e9,
-            matmul_limit_tflop_per_s=self.limits.matmul_flops_per_s / 1e12,
+            matmul_limit_tflop_per_s=self._matmul_limit(op) / 1e12,
             share_of_limit=share,
             limited_by=limited_by,
         )
@@ -166,9 +170,20 @@ class Benchmark:
         with _AllocationLimit(CPU_INPUT_BYTES):
             return op.make_inputs(self.dtype, self.device, **sizes)
 
-    def _share(self, bytes_moved: int, flops: int, seconds: float) -> tuple[float, Literal["bandwidth", "matmul"]]:
+    def _matmul_limit(self, op: KernelOp) -> float:
+        """Of what `op` multiplies; a CPU has no faster way for codes."""
+        codes = op.code_dtype
+        if codes is None or self.device.type == "cpu":
+            return self.limits.matmul_flops_per_s
+        if codes not in self._code_matmuls:
+            self._code_matmuls[codes] = measure_code_matmul(self.device, codes)
+        return self._code_matmuls[codes]
+
+    def _share(
+        self, op: KernelOp, bytes_moved: int, flops: int, seconds: float
+    ) -> tuple[float, Literal["bandwidth", "matmul"]]:
         bandwidth = bytes_moved / seconds / self.limits.read_bytes_per_s
-        matmul = flops / seconds / self.limits.matmul_flops_per_s
+        matmul = flops / seconds / self._matmul_limit(op)
         return (bandwidth, "bandwidth") if bandwidth >= matmul else (matmul, "matmul")
 
 

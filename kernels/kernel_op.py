@@ -52,6 +52,8 @@ class KernelOp:
     shapes: Mapping[str, Mapping[str, Any]]
     # Inputs that a call changes.
     mutates: frozenset[str] = frozenset()
+    # What the matrix unit multiplies where that is not the model's dtype: float8_e4m3fn or int8.
+    code_dtype: torch.dtype | None = None
     # An output as it is compared: where implementations may lay out the same values differently, this makes them equal.
     comparable: Callable[[Any], Any] = lambda output: output
 

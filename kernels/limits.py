@@ -55,6 +55,23 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     )
 
 
+def measure_code_matmul(device: torch.device, codes: torch.dtype) -> float:
+    """Operations a second of the library's product of square matrices of float8_e4m3fn or int8 on a card."""
+    size = MATMUL_SIZE[device.type]
+    left, right = (torch.randint(-8, 8, (size, size), device=device).to(codes) for _ in range(2))
+    one = torch.ones((), device=device)
+
+    def product() -> None:
+        if codes == torch.int8:
+            torch._int_mm(left, right.t())  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+                left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+            )
+
+    return 2 * size**3 / time_call(product, ONCE, device, capture=False).p20
+
+
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
 

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from kernels.kernel_op import KernelOp
 from kernels.specs import (
+    byte_gated_linear,
+    byte_qkv_rotary_store,
+    compact_kv_cache,
     decode_positions,
     embed_tokens,
     fp8_linear,
     greedy_tokens,
     int8_linear,
     int_linear,
+    nf4_gated_linear,
     nf4_linear,
+    nf4_qkv_rotary_store,
     norm_gated_linear,
     norm_linear,
     norm_qkv_rotary_store,
@@ -22,9 +27,11 @@ from kernels.specs import (
     quantize_tokens,
     record_tokens,
     rms_norm,
+    rms_norm_quantize,
     rotary_and_store,
     sample_tokens,
     silu_and_mul,
+    silu_and_mul_quantize,
     store_kv_cache,
 )
 
@@ -42,13 +49,20 @@ REGISTRY: dict[str, KernelOp] = {
         norm_qkv_rotary_store,
         int_linear,
         quantize_tokens,
+        rms_norm_quantize,
+        silu_and_mul_quantize,
         fp8_linear,
         int8_linear,
+        byte_gated_linear,
+        byte_qkv_rotary_store,
         nf4_linear,
+        nf4_gated_linear,
+        nf4_qkv_rotary_store,
         embed_tokens,
         decode_positions,
         greedy_tokens,
         sample_tokens,
         record_tokens,
+        compact_kv_cache,
     )
 }

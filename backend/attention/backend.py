@@ -20,7 +20,7 @@ class AttentionBackend(Protocol):
         ...
 
     def forward(self, query: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata, scale: float) -> Tensor:
-        """Causal attention of `query`, as `write` gave it, over the cache; same shape out.
+        """Causal attention of `query`, as `write` gave it, over the cache; same shape out. Nodes of a tree see their ancestors.
 
         Keys and values are read as they are stored, those of this step included.
         """

@@ -22,9 +22,20 @@ class AttentionMetadata:
     block_table: Tensor  # int32 [num_reqs, max_num_blocks], logical -> physical
     slot_mapping: Tensor  # int64 [num_tokens], block_id * block_size + offset
     positions: Tensor  # int64 [num_tokens]
-    num_decodes: int  # leading requests with a single query row
+    num_decodes: int  # leading requests with a single query row, which is no node of a tree
     # The same of the KV groups behind the first one, which have block tables and slots of their own.
     other_groups: tuple[AttentionMetadata, ...] = ()
+    # Rows that are nodes of a tree of drafts, as `paged_attention` takes them. Slots are one behind the other, and siblings
+    # share a position.
+    tree_mask: Tensor | None = (
+        None  # int64 [num_tokens], bits of the row and its ancestors; -1: a request without a tree
+    )
+    tree_starts: Tensor | None = None  # int32 [num_reqs], the place of the node of bit 0; None: there are no trees
+
+    def with_trees(self, tree_mask: Tensor, tree_starts: Tensor) -> AttentionMetadata:
+        """With requests whose rows are nodes, in all groups."""
+        groups = tuple(group.with_trees(tree_mask, tree_starts) for group in self.other_groups)
+        return replace(self, tree_mask=tree_mask, tree_starts=tree_starts, other_groups=groups)
 
     def of_group(self, group: int) -> AttentionMetadata:
         return self.other_groups[group - 1] if group else self

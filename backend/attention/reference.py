@@ -39,4 +39,6 @@ class ReferenceAttention:
             layer_cache.window,
             key_scales=layer_cache.key_scales,
             value_scales=layer_cache.value_scales,
+            tree_mask=metadata.tree_mask,
+            tree_starts=metadata.tree_starts,
         )

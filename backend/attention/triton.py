@@ -52,6 +52,8 @@ class TritonAttention:
                 window,
                 key_scales=key_scales,
                 value_scales=value_scales,
+                tree_mask=metadata.tree_mask,
+                tree_starts=metadata.tree_starts,
                 tiles=_one_tile(query, key_cache),
                 num_splits=1,
             )
@@ -82,10 +84,16 @@ class TritonAttention:
                 window,
                 key_scales=key_scales,
                 value_scales=value_scales,
+                tree_mask=_behind(metadata.tree_mask, num_decodes),
+                tree_starts=_behind(metadata.tree_starts, num_decodes),
                 output=output[num_decodes:],
                 tiles=_chunk_tiles(query, key_cache, metadata),
             )
         return output
+
+
+def _behind(values: Tensor | None, num_decodes: int) -> Tensor | None:
+    return None if values is None else values[num_decodes:]
 
 
 def _one_tile(query: Tensor, key_cache: Tensor) -> TileSizes:

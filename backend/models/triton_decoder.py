@@ -15,6 +15,7 @@ from backend.layers.linear import Linear
 from backend.layers.quantized_linear import QuantizedLinear
 from backend.models.decoder import Decoder, DecoderLayer
 from backend.models.feature_taps import FeatureTaps
+from backend.models.quantized_products import add_gated_codes, gated_product, normed_product, queries
 from backend.quantization.int_weight import KernelIntWeight
 from kernels.ops.code_launch import MAX_FEW_TOKENS
 from kernels.ops.embed_tokens import embed_tokens
@@ -124,6 +125,19 @@ class TritonDecoder:
                 taps.take(index, residual)
         return residual
 
+    @torch.inference_mode()
+    def run_layer(
+        self,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        layer_cache: LayerCache,
+        metadata: AttentionMetadata,
+        attention: AttentionBackend,
+    ) -> Tensor:
+        """A layer more, of the shape of the model's own: float [num_tokens, hidden], which is updated in place."""
+        self._layer(layer, self._plan(hidden.shape[0]), hidden, None, None, layer_cache, metadata, attention)
+        return hidden
+
     def final_hidden(self, hidden: Tensor) -> Tensor:
         """What the output head makes logits of, float [num_rows, hidden], of what `forward` gives."""
         norm = self._model.final_norm
@@ -165,32 +179,41 @@ class TritonDecoder:
         """One layer; `residual` is updated in place. Takes the begin of its first norm and gives that of the next."""
         module, norm = layer.attention, layer.attention_norm
         cache = (self._model.cos_sin_cache, layer_cache.key_cache, layer_cache.value_cache, metadata.slot_mapping)
-        hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
-        fused = _fused(module.qkv, plan.qkv, len(hidden))
-        if fused is not None and layer_cache.key_scales is None:
-            weight, bias, code_grid, tiles = fused
-            query = norm_qkv_rotary_store(
-                hidden, weight, metadata.positions, *cache, square_sums, norm.eps, bias, code_grid, tiles=tiles
-            )
+        scales = (layer_cache.key_scales, layer_cache.value_scales)
+        fused = _fused(module.qkv, plan.qkv, len(residual))
+        # A quantized vector takes a scale over all of its head, which the fused kernel has in several programs.
+        if fused is None or (fused.code_grid is not None and layer_cache.key_scales is not None):
+            angles = (metadata.positions, self._model.cos_sin_cache)
+            query = queries(residual, norm, module.qkv, *angles, layer_cache, metadata.slot_mapping)
+            if query is None:
+                qkv = normed_product(residual, norm, module.qkv)
+                query = rotary_and_store(qkv, metadata.positions, *cache, module.head_counts[0], *scales)
         else:
-            # A quantized vector takes a scale over all of its head, which the fused kernel has in several programs.
-            if fused is None or fused.code_grid is not None:
-                qkv = module.qkv(hidden)
+            hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
+            weight, bias, code_grid, tiles = fused
+            if layer_cache.key_scales is None:
+                query = norm_qkv_rotary_store(
+                    hidden, weight, metadata.positions, *cache, square_sums, norm.eps, bias, code_grid, tiles=tiles
+                )
             else:
-                qkv = norm_linear(hidden, fused.weight, square_sums, norm.eps, fused.bias, tiles=fused.tiles)[0]
-            scales = (layer_cache.key_scales, layer_cache.value_scales)
-            query = rotary_and_store(qkv, metadata.positions, *cache, module.head_counts[0], *scales)
+                qkv = norm_linear(hidden, weight, square_sums, norm.eps, bias, tiles=tiles)[0]
+                query = rotary_and_store(qkv, metadata.positions, *cache, module.head_counts[0], *scales)
         attended = attention.forward(query, layer_cache, metadata, module.scale).flatten(1)
         norm = layer.mlp_norm
         deferred = _add_product(
             residual, attended, module.output, plan.output, norm.weight if plan.defers_norm else None
         )
 
-        hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
-        fused = _fused(layer.mlp.gate_up, plan.gate_up, len(hidden))
+        fused = _fused(layer.mlp.gate_up, plan.gate_up, len(residual))
         if fused is None:
-            gated = silu_and_mul(layer.mlp.gate_up(hidden))
+            gated = gated_product(residual, norm, layer.mlp.gate_up)
+            if gated is None:
+                gate_up = normed_product(residual, norm, layer.mlp.gate_up)
+                if add_gated_codes(residual, gate_up, layer.mlp.down):
+                    return None
+                gated = silu_and_mul(gate_up)
         else:
+            hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
             weight, bias, code_grid, tiles = fused
             gated = norm_gated_linear(hidden, weight, square_sums, norm.eps, bias, code_grid, tiles=tiles)
         return _add_product(residual, gated, layer.mlp.down, plan.down, next_norm_weight)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from backend.quantization.base import PackedWeight
 from kernels.reference.fp8_linear import dequantize_fp8, fp8_linear, quantize_fp8
+from kernels.reference.token_codes import TokenCodes
 
 KERNEL_CAPABILITY = (8, 9)  # of a card, from which on it computes with such floats
 MAX_KERNEL_INPUTS = 65536
@@ -56,13 +57,18 @@ class KernelFP8Weight(FP8Weight):
     def emulated(self) -> bool:
         return False
 
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    @property
+    def token_dtype(self) -> torch.dtype | None:
+        """Of the codes that `linear` and `add_to` take of tokens too; None where tokens have a scale together."""
+        return torch.float8_e4m3fn if self.granularity == "channel" else None
+
+    def linear(self, x: Tensor | TokenCodes, bias: Tensor | None = None) -> Tensor:
         return self._product(x, bias, None)
 
-    def add_to(self, residual: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
+    def add_to(self, residual: Tensor, x: Tensor | TokenCodes, bias: Tensor | None = None) -> None:
         self._product(x, bias, residual)
 
-    def _product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    def _product(self, x: Tensor | TokenCodes, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         from kernels.ops.fp8_linear import fp8_linear as kernel_fp8_linear  # needs triton, which a CPU does without
 
         per_token = self.granularity == "channel"

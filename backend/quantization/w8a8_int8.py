@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from backend.quantization.base import PackedWeight
 from kernels.cpu.row_tiles import from_row_tiles, to_row_tiles
 from kernels.cpu.support import has_cpu_kernels
 from kernels.reference.int8_linear import MAX_INT32_INPUTS, dequantize_int8, int8_linear, quantize_rows_int8
+from kernels.reference.token_codes import TokenCodes
 
 MAX_KERNEL_INPUTS = 65536  # of the Triton kernel
 
@@ -48,13 +50,18 @@ class KernelW8A8Weight(W8A8Weight):
     def emulated(self) -> bool:
         return False
 
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    @property
+    def token_dtype(self) -> torch.dtype:
+        """Of the codes that `linear` and `add_to` take of tokens too."""
+        return torch.int8
+
+    def linear(self, x: Tensor | TokenCodes, bias: Tensor | None = None) -> Tensor:
         return self._product(x, bias, None)
 
-    def add_to(self, residual: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
+    def add_to(self, residual: Tensor, x: Tensor | TokenCodes, bias: Tensor | None = None) -> None:
         self._product(x, bias, residual)
 
-    def _product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    def _product(self, x: Tensor | TokenCodes, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         from kernels.ops.int8_linear import int8_linear as kernel_int8_linear  # needs triton, which a CPU does without
 
         return kernel_int8_linear(x, self.codes, self.scales, bias, residual, output=residual)

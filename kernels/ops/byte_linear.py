@@ -14,15 +14,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.ops.arrivals import arrival_counters
-from kernels.ops.byte_projection import few_tokens_kernel, store_scaled
-from kernels.ops.checks import check_float_dtype, check_tensor
-from kernels.ops.pdl import supports_pdl
+from kernels.ops.byte_launch import MAX_FEW_TOKENS, default_byte_tiles, few_tokens_options, has_whole_rows
+from kernels.ops.byte_projection import few_tokens_kernel, load_scales, store_scaled
+from kernels.ops.pdl import prefetch_rows, supports_pdl
 from kernels.ops.projection import MIN_BOX_ROWS, Tiles, supports_tma
 from kernels.ops.split_sums import sum_splits
 
-CHUNK = 128  # bytes
-MAX_FEW_TOKENS = 16  # that `project_bytes` takes at once
-ROW_BYTES = 16  # of which rows are multiples that are loaded so many at a time
 ROWS_IN_BAND = tl.constexpr(8)  # in tiles
 
 
@@ -34,6 +31,7 @@ def many_tokens_kernel(
     x_ptr,
     x_scales_ptr,
     codes_ptr,
+    rows_ptr,
     scales_ptr,
     bias_ptr,
     residual_ptr,
@@ -53,11 +51,15 @@ def many_tokens_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N outputs of BLOCK_M tokens, summed over one of SPLITS shares of the inputs; the last of them adds up.
 
-    With TMA `x_ptr` and `codes_ptr` are descriptors. Grid: (cdiv(num_rows, BLOCK_N) * cdiv(num_tokens, BLOCK_M), SPLITS).
+    With TMA `x_ptr` and `codes_ptr` are descriptors. AHEAD bytes of each row, a multiple of 16, are asked for from `rows_ptr`,
+    the codes again, while the kernel before this one ends; rows are then of whole 16 bytes.
+
+    Grid: (cdiv(num_rows, BLOCK_N) * cdiv(num_tokens, BLOCK_M), SPLITS).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -84,7 +86,11 @@ def many_tokens_kernel(
     begin = tl.program_id(1) * per_split
     end = tl.minimum(begin + per_split, steps)
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=SUM)
+    scales = load_scales(scales_ptr, row[:, None], num_rows)
     if PDL:
+        if AHEAD > 0:
+            row_ptrs = rows_ptr + tl.minimum(row, num_rows - 1).to(tl.int64) * stride_codes_row + begin * BLOCK_K
+            prefetch_rows(row_ptrs, tl.maximum(tl.minimum(AHEAD, num_columns - begin * BLOCK_K), 16))
         tl.extra.cuda.gdc_wait()
     for step in range(begin, end):
         first = step * BLOCK_K
@@ -112,7 +118,7 @@ def many_tokens_kernel(
             output_ptr,
             total,
             x_scales_ptr,
-            scales_ptr,
+            scales,
             bias_ptr,
             residual_ptr,
             token[None, :],
@@ -124,34 +130,6 @@ def many_tokens_kernel(
             BIAS,
             RESIDUAL,
         )
-
-
-def check_layer(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    output: Tensor | None,
-) -> Tensor:
-    """The output, a new one where there is none. Raises ValueError as `check_tensor`; see `fp8_linear`."""
-    check_float_dtype("x", x)
-    check_tensor("x", x, (None, None), x.dtype, x.device)
-    num_tokens, num_columns = x.shape
-    check_tensor("codes", codes, (None, num_columns), dtype, x.device)
-    num_rows = codes.shape[0]
-    check_tensor("scales", scales, (num_rows, 1), torch.float32, x.device)
-    if not scales.is_contiguous():
-        raise ValueError(f"scales has strides {list(scales.stride())}; expected them contiguous")
-    if bias is not None:
-        check_tensor("bias", bias, (num_rows,), x.dtype, x.device)
-    if residual is not None:
-        check_tensor("residual", residual, (num_tokens, num_rows), x.dtype, x.device)
-    if output is None:
-        output = torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device)
-    check_tensor("output", output, (num_tokens, num_rows), x.dtype, x.device)
-    return output
 
 
 def multiply_scaled(
@@ -173,25 +151,15 @@ def multiply_scaled(
     """
     num_tokens, num_columns = x.shape
     num_rows = codes.shape[0]
-    has_whole_rows = all(value % ROW_BYTES == 0 for value in (num_columns, codes.stride(0), codes.data_ptr()))
-    tiles = tiles or default_byte_tiles(num_tokens, num_rows, num_columns, has_whole_rows=has_whole_rows)
+    whole = has_whole_rows(codes)
+    tiles = tiles or default_byte_tiles(num_tokens, num_rows, num_columns, has_whole_rows=whole)
     row_tiles, token_tiles = triton.cdiv(num_rows, tiles.block_n), triton.cdiv(num_tokens, tiles.block_m)
     terms = (bias, residual)
     sizes = (num_tokens, num_rows, num_columns)
     stride_residual_token = 0 if residual is None else residual.stride(0)
-    pdl = supports_pdl(x.device)
-    options = {
-        "BIAS": bias is not None,
-        "RESIDUAL": residual is not None,
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "PDL": pdl,
-        "num_warps": tiles.num_warps,
-        "launch_pdl": pdl,
-    }
+    flags = {"BIAS": bias is not None, "RESIDUAL": residual is not None}
     if tiles.block_m <= MAX_FEW_TOKENS:
-        if not has_whole_rows:
-            raise ValueError(f"codes has rows that are not of whole {ROW_BYTES} bytes; block_m has to be from 32")
+        options = few_tokens_options(codes, tiles)
         words = codes.view(torch.int32)
         few_tokens_kernel[(row_tiles, token_tiles)](
             output,
@@ -205,18 +173,16 @@ def multiply_scaled(
             x.stride(0),
             words.stride(0),
             stride_residual_token,
-            EVEN=num_columns % (2 * CHUNK * tiles.num_warps) == 0,
-            SHARES=tiles.num_warps,
-            ASM=x.is_cuda,
-            num_stages=1,  # pyright: ignore[reportCallIssue]  (a launch option, not the kernel's)
+            **flags,
             **options,
         )
         return output
-    tma = supports_tma(x.device) and has_whole_rows and tiles.block_n >= MIN_BOX_ROWS
+    tma = supports_tma(x.device) and whole and tiles.block_n >= MIN_BOX_ROWS
     num_tiles = row_tiles * token_tiles
     splits = max(1, min(8, 264 // num_tiles, num_columns // (4 * tiles.block_k)))
     partial_shape = (num_tiles * splits, tiles.block_n, tiles.block_m) if splits > 1 else (0,)
     is_int8 = codes.dtype == torch.int8
+    pdl = supports_pdl(x.device)
     many_tokens_kernel[(num_tiles, splits)](
         output,
         torch.empty(partial_shape, dtype=torch.int32 if is_int8 else torch.float32, device=x.device),
@@ -224,6 +190,7 @@ def multiply_scaled(
         _boxes_of(x, tiles.block_m, tiles.block_k) if tma else x,
         x_scales,
         _boxes_of(codes, tiles.block_n, tiles.block_k) if tma else codes,
+        codes,
         scales,
         *terms,
         *sizes,
@@ -235,25 +202,17 @@ def multiply_scaled(
         TMA=tma,
         EVEN_K=num_columns % tiles.block_k == 0,
         SPLITS=splits,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
+        AHEAD=tiles.num_stages * tiles.block_k if whole else 0,
+        PDL=pdl,
+        num_warps=tiles.num_warps,  # pyright: ignore[reportCallIssue]  (launch options, not the kernel's)
         num_stages=tiles.num_stages,  # pyright: ignore[reportCallIssue]
-        **options,
+        launch_pdl=pdl,  # pyright: ignore[reportCallIssue]
+        **flags,
     )
     return output
-
-
-def default_byte_tiles(num_tokens: int, num_rows: int, num_columns: int, *, has_whole_rows: bool = True) -> Tiles:
-    """Tiles for a shape that was not measured."""
-    if num_tokens <= MAX_FEW_TOKENS and has_whole_rows:
-        block_m = 1 if num_tokens == 1 else 8 if num_tokens <= 8 else 16
-        # More shares keep more of a narrow layer's loads under way.
-        shares = 4 if num_rows >= 16384 else 8
-        shares = min(shares, triton.next_power_of_2(triton.cdiv(num_columns, CHUNK)))
-        return Tiles(block_m, 16 if num_tokens == 1 else 32, CHUNK, shares, 1)
-    if num_tokens <= 64:
-        return Tiles(max(32, triton.next_power_of_2(num_tokens)), 128 if num_rows >= 16384 else 64, CHUNK, 4, 4)
-    # As much shared memory as a consumer card has.
-    return Tiles(128, 128, CHUNK, 8, 3)
 
 
 def _boxes_of(tensor: Tensor, box_rows: int, box_columns: int) -> TensorDescriptor:

@@ -71,6 +71,18 @@ def check_attention(
     return group, kv_format
 
 
+def check_trees(
+    tree_mask: Tensor | None, tree_starts: Tensor | None, num_tokens: int, num_reqs: int, device: torch.device
+) -> None:
+    """Which rows are nodes of a tree, or None twice. Raises ValueError as `check_tensor`, or where one of them is missing."""
+    if tree_mask is None and tree_starts is None:
+        return
+    if tree_mask is None or tree_starts is None:
+        raise ValueError("tree_mask and tree_starts go together; one of them is None")
+    check_tensor("tree_mask", tree_mask, (num_tokens,), torch.int64, device)
+    check_tensor("tree_starts", tree_starts, (num_reqs,), torch.int32, device)
+
+
 def check_kv_cache(
     key_cache: Tensor,
     value_cache: Tensor,

@@ -20,6 +20,10 @@ from kernels.reference.int_words import CHUNK
 BITS = (4, 8)
 MIN_GROUP = 32  # columns
 MAX_FEW_TOKENS = 16  # that `project_codes` takes at once
+# Of 16 rows' words by a warp, so many that its registers hold: a share that is no longer is asked for all at once.
+MAX_LOADS = 8
+MAX_SHARES = 16  # a program then has as many registers as there are
+CHUNKS_AHEAD = 2  # of a longer share
 # What stands above a code's bits, twice, see `kernels.ops.int_codes`.
 MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400, torch.float32: 0}
 
@@ -83,16 +87,31 @@ def code_arguments(
     )
 
 
-def few_tokens_options(num_columns: int, tiles: Tiles) -> dict[str, Any]:
+def few_tokens_options(num_columns: int, tiles: Tiles, bits: int) -> dict[str, Any]:
     """The constants of `project_codes`, and of the launch, that say how it is cut."""
-    shares = tiles.num_warps
-    return {
-        "EVEN": num_columns % (2 * CHUNK * shares) == 0,
+    most = MAX_LOADS * 16 * 4 // (tiles.block_n * bits)
+    return share_options(num_columns, tiles.num_warps, most) | {
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
+        "num_stages": 1,
+    }
+
+
+def share_options(num_columns: int, shares: int, most_at_once: int) -> dict[str, Any]:
+    """How each warp of a program goes through its share of the inputs.
+
+    Args:
+        most_at_once: chunks of a share that a warp's registers hold beside everything else.
+    """
+    steps = triton.cdiv(triton.cdiv(num_columns, CHUNK), shares)
+    once = steps <= most_at_once
+    ahead = steps if once else CHUNKS_AHEAD
+    return {
+        "EVEN": num_columns % ((1 if once else ahead) * CHUNK * shares) == 0,
+        "AHEAD": ahead,
+        "ONCE": once,
         "SHARES": shares,
         "num_warps": shares,
-        "num_stages": 1,
     }
 
 
@@ -100,11 +119,11 @@ def default_int_tiles(num_tokens: int, num_rows: int, num_columns: int) -> Tiles
     """Tiles for a shape that was not measured."""
     if num_tokens <= MAX_FEW_TOKENS:
         block_m = 1 if num_tokens == 1 else 8 if num_tokens <= 8 else 16
-        # More shares keep more of a narrow layer's loads under way.
-        wide = num_rows >= 16384
-        shares = 2 if wide else 8 if num_rows <= 4096 else 4
-        block_n = 32 if wide or num_columns <= 4096 else 16
-        return Tiles(block_m, block_n, CHUNK, min(shares, triton.next_power_of_2(triton.cdiv(num_columns, CHUNK))), 1)
+        num_chunks = triton.cdiv(num_columns, CHUNK)
+        # So many that all loads of a share can be under way at once, and enough of them for a narrow layer.
+        shares = max(8, triton.next_power_of_2(triton.cdiv(num_chunks, MAX_LOADS)))
+        block_n = 32 if num_rows >= 16384 and num_chunks <= 4 * shares else 16
+        return Tiles(block_m, block_n, CHUNK, min(shares, MAX_SHARES, triton.next_power_of_2(num_chunks)), 1)
     block_m = min(64, triton.next_power_of_2(num_tokens))
     return Tiles(block_m, 128 if num_rows >= 16384 else 64, CHUNK, 4, 3)
 
@@ -149,14 +168,19 @@ def fused_launch(
     if code is None:
         tiles = tiles or default_tiles(num_tokens, len(weight), num_columns)
         product = product_launch(x, weight, square_sums, tiles, box_rows=tiles.block_n // 2)
-        constants = {"BITS": 0, "ORIGIN": "none", "GROUP": 0, "EVEN": False, "SHARES": 1}
+        constants = {"BITS": 0, "ORIGIN": "none", "GROUP": 0, "EVEN": False, "AHEAD": 1, "ONCE": False, "SHARES": 1}
         return FusedLaunch(product._replace(options=product.options | constants), tiles, NO_CODES)
     tiles = tiles or default_int_tiles(num_tokens, len(weight), num_columns)
     if tiles.block_m not in (1, 8, 16) or tiles.block_n % 16:
         raise ValueError(f"tiles are {tiles}; with a code_grid block_m is 1, 8 or 16 and block_n a multiple of 16")
     pdl = supports_pdl(x.device)
     matrix = {"EVEN_K": False, "BLOCK_K": 0, "BLOCK_PARTS": 0, "SMALL": False, "TMA": False}
-    options = matrix | code.options | few_tokens_options(num_columns, tiles) | {"PDL": pdl, "launch_pdl": pdl}
+    options = (
+        matrix
+        | code.options
+        | few_tokens_options(num_columns, tiles, code.options["BITS"])
+        | {"PDL": pdl, "launch_pdl": pdl}
+    )
     codes = (code.scales, code.origins, MAGIC[x.dtype], code.num_chunks, *code.strides[1:])
     return FusedLaunch(ProductLaunch(x, weight, 0, 0, options), tiles, codes)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.ops.byte_linear import ROW_BYTES, check_layer, multiply_scaled
+from kernels.ops.byte_launch import ROW_BYTES, check_layer
+from kernels.ops.byte_linear import multiply_scaled
 from kernels.ops.projection import Tiles, supports_tma
 from kernels.ops.quantize_tokens import quantize_tokens
+from kernels.reference.token_codes import TokenCodes
 
 # Above, products bound a layer on an H200 rather than its weight's bytes: at 4.3 TB/s and about 1,000 TFLOP/s, 2 FLOPs a
 # token take as long as a byte at 116 tokens. The library's pipelines are then ahead.
@@ -15,7 +17,7 @@ MAX_TOKENS = 128
 
 
 def fp8_linear(
-    x: Tensor,
+    x: Tensor | TokenCodes,
     codes: Tensor,
     scales: Tensor,
     bias: Tensor | None = None,
@@ -31,7 +33,8 @@ def fp8_linear(
     Hopper, and bias and residual are added to what it rounds.
 
     Args:
-        x: float32, bfloat16 or float16 [num_tokens, K], strides (any, 1), K at most 65,536
+        x: float32, bfloat16 or float16 [num_tokens, K], strides (any, 1), K at most 65,536; or what
+            `quantize_tokens` gave of it, whatever `per_token`
         codes: float8_e4m3fn [N, K], strides (any, 1)
         scales: float32 [N, 1], contiguous
         bias: x.dtype [N], stride (1,)
@@ -47,10 +50,11 @@ def fp8_linear(
     output = check_layer(x, codes, scales, torch.float8_e4m3fn, bias, residual, output)
     if output.numel() == 0:
         return output
-    x_codes, x_scales = quantize_tokens(x, torch.float8_e4m3fn, per_token)
-    if tiles is None and _is_for_library(x, codes):
+    dtype = x.dtype
+    x_codes, x_scales = x[:2] if isinstance(x, TokenCodes) else quantize_tokens(x, torch.float8_e4m3fn, per_token)
+    if tiles is None and _is_for_library(len(x_codes), dtype, codes):
         product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-            x_codes, codes.t(), x_scales, scales.t(), out_dtype=x.dtype
+            x_codes, codes.t(), x_scales, scales.t(), out_dtype=dtype
         )
         if bias is not None:
             product.add_(bias)
@@ -58,10 +62,10 @@ def fp8_linear(
     return multiply_scaled(x_codes, x_scales, codes, scales, bias, residual, output, tiles)
 
 
-def _is_for_library(x: Tensor, codes: Tensor) -> bool:
+def _is_for_library(num_tokens: int, dtype: torch.dtype, codes: Tensor) -> bool:
     return (
-        len(x) > MAX_TOKENS
-        and x.dtype == torch.bfloat16
-        and supports_tma(x.device)
+        num_tokens > MAX_TOKENS
+        and dtype == torch.bfloat16
+        and supports_tma(codes.device)
         and all(size % ROW_BYTES == 0 for size in (*codes.shape, codes.stride(0)))
     )

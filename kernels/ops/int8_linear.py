@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.ops.byte_linear import check_layer, multiply_scaled
+from kernels.ops.byte_launch import check_layer
+from kernels.ops.byte_linear import multiply_scaled
 from kernels.ops.projection import Tiles
 from kernels.ops.quantize_tokens import quantize_tokens
+from kernels.reference.token_codes import TokenCodes
 
 
 def int8_linear(
-    x: Tensor,
+    x: Tensor | TokenCodes,
     codes: Tensor,
     scales: Tensor,
     bias: Tensor | None = None,
@@ -25,7 +27,8 @@ def int8_linear(
     Sums are exact, in int32, and then scaled in fp32.
 
     Args:
-        x: float32, bfloat16 or float16 [num_tokens, K], strides (any, 1), K at most 65,536
+        x: float32, bfloat16 or float16 [num_tokens, K], strides (any, 1), K at most 65,536; or what
+            `quantize_tokens` gave of it
         codes: int8 [N, K], -127 to 127, strides (any, 1)
         scales: float32 [N, 1], contiguous
         bias: x.dtype [N], stride (1,)
@@ -40,5 +43,5 @@ def int8_linear(
     output = check_layer(x, codes, scales, torch.int8, bias, residual, output)
     if output.numel() == 0:
         return output
-    x_codes, x_scales = quantize_tokens(x, torch.int8)
+    x_codes, x_scales = x[:2] if isinstance(x, TokenCodes) else quantize_tokens(x, torch.int8)
     return multiply_scaled(x_codes, x_scales, codes, scales, bias, residual, output, tiles)

@@ -53,6 +53,8 @@ def _few_tokens_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHARES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N outputs of BLOCK_M tokens per program. Grid: (cdiv(num_rows, BLOCK_N), cdiv(num_tokens, BLOCK_M))."""
@@ -86,6 +88,8 @@ def _few_tokens_kernel(
         BLOCK_M,
         BLOCK_N,
         SHARES,
+        AHEAD,
+        ONCE,
         PDL,
     )
     store_outputs(
@@ -172,7 +176,7 @@ def int_linear(
             *sizes,
             *strides,
             **options,
-            **few_tokens_options(num_columns, tiles),
+            **few_tokens_options(num_columns, tiles, bits),
             PDL=pdl,
             launch_pdl=pdl,  # pyright: ignore[reportCallIssue]  (a launch option, not the kernel's)
         )

@@ -14,10 +14,13 @@ def attend_keys(
     row_sum,
     attended,
     query,
-    position,
+    place,
     begin,
     stop,
     end,
+    position,
+    tree_bits,
+    tree_start,
     block_ids_ptr,
     key_head_ptr,
     value_head_ptr,
@@ -36,18 +39,22 @@ def attend_keys(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the keys of `begin <= position < stop` to the running softmax; MASKED where a row may not see all of them."""
+    """Add the keys at places from `begin` up to `stop` to the running softmax; MASKED where a row may not see all of them.
+
+    A row sees the keys up to its own `place` in its request, with a window those behind its `position` less that; of the 64
+    from `tree_start` on those whose bit it has. Without trees `tree_bits` is None, and both are the same.
+    """
     column = tl.arange(0, BLOCK_D)
     column_mask = column < HEAD_DIM
     for key_start in range(begin, stop, BLOCK_N):
-        key_position = key_start + tl.arange(0, BLOCK_N)
+        key_place = key_start + tl.arange(0, BLOCK_N)
         # Slots past the end may hold anything, NaN included, which no weight of zero would undo: they are not loaded.
-        key_mask = key_position < end
+        key_mask = key_place < end
         if MASKED:
-            block_id = tl.load(block_ids_ptr + key_position // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+            block_id = tl.load(block_ids_ptr + key_place // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
         else:
-            block_id = tl.load(block_ids_ptr + key_position // BLOCK_SIZE).to(tl.int64)
-        slot = key_position % BLOCK_SIZE
+            block_id = tl.load(block_ids_ptr + key_place // BLOCK_SIZE).to(tl.int64)
+        slot = key_place % BLOCK_SIZE
         key_offset = block_id * stride_key_cache_block + slot * stride_key_cache_slot
         value_offset = block_id * stride_value_cache_block + slot * stride_value_cache_slot
         key_ptrs = key_head_ptr + key_offset[None, :] + column[:, None]
@@ -81,9 +88,14 @@ def attend_keys(
         # "ieee": float32 products are not to be rounded to TF32; other dtypes ignore it.
         scores = tl.dot(query, key, input_precision="ieee") * scale_log2
         if MASKED:
-            visible = key_position[None, :] <= position[:, None]
+            visible = key_place[None, :] <= place[:, None]
             if WINDOW is not None:
-                visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
+                visible = visible & (key_place[None, :] > position[:, None] - WINDOW)
+            if tree_bits is not None:
+                node = key_place - tree_start
+                shift = tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)
+                is_seen = (tree_bits[:, None] >> shift[None, :]) & 1 != 0
+                visible = visible & (is_seen | (node < 0)[None, :])
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         # A row whose window begins behind these keys has seen none, and -inf - -inf is NaN.

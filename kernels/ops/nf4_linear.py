@@ -9,9 +9,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.ops.arrivals import arrival_counters
-from kernels.ops.checks import check_float_dtype, check_tensor
+from kernels.ops.checks import check_tensor
 from kernels.ops.linear_outputs import store_outputs
 from kernels.ops.nf4_dequantize import dequantize_nf4
+from kernels.ops.nf4_launch import (
+    MAX_FEW_TOKENS,
+    block_columns,
+    check_nf4_product,
+    default_nf4_tiles,
+    few_tokens_options,
+)
 from kernels.ops.nf4_levels import LEVEL_SCALE, level_part, level_table, load_tables, table_words
 from kernels.ops.nf4_projection import few_tokens_kernel
 from kernels.ops.pdl import supports_pdl
@@ -19,8 +26,6 @@ from kernels.ops.projection import Tiles
 from kernels.ops.split_sums import sum_splits
 from kernels.reference.int_words import CHUNK
 
-MIN_BLOCK = 32  # columns
-MAX_FEW_TOKENS = 16  # that `project_nf4` takes at once
 MAX_TOKENS = 256  # above, the library's product of the dequantized weight is faster
 
 
@@ -57,11 +62,14 @@ def _many_tokens_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK_N outputs of BLOCK_M tokens, summed over one of SPLITS shares of the inputs; the last of them adds up.
 
     Grid: (cdiv(num_rows, BLOCK_N), cdiv(num_tokens, BLOCK_M), SPLITS).
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     PARTS: tl.constexpr = 1 if BLOCK % 128 == 0 else 2 if BLOCK % 64 == 0 else 4  # pyright: ignore[reportAssignmentType]
     WIDTH: tl.constexpr = 128 // PARTS
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -79,6 +87,8 @@ def _many_tokens_kernel(
     begin = tl.program_id(2) * per_split
     end = tl.minimum(begin + per_split, num_chunks)
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     for chunk in range(begin, end):
         words = tl.load(word_ptrs + chunk * 16)
         for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
@@ -160,7 +170,6 @@ def nf4_linear(
     num_tokens, num_columns = x.shape
     num_rows, num_blocks = codes.shape
     num_chunks = triton.cdiv(num_columns, CHUNK)
-    block = num_columns // num_blocks if num_blocks > 1 else 0
     if tiles is None and num_tokens > MAX_TOKENS:
         weight = dequantize_nf4(words, codes, steps, means, num_columns, x.dtype)
         product = F.linear(x, weight, bias)
@@ -171,37 +180,16 @@ def nf4_linear(
     sizes = (num_tokens, num_rows, num_columns, num_chunks)
     stride_residual_token = 0 if residual is None else residual.stride(0)
     strides = [output.stride(0), x.stride(0), words.stride(0), *codes.stride(), stride_residual_token]
-    options = {
-        "LEVEL_SCALE": LEVEL_SCALE[x.dtype],
-        "BIAS": bias is not None,
-        "RESIDUAL": residual is not None,
-        "BLOCK": block,
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "ASM": x.is_cuda,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-    }
+    flags = {"BIAS": bias is not None, "RESIDUAL": residual is not None}
     grid = (triton.cdiv(num_rows, tiles.block_n), triton.cdiv(num_tokens, tiles.block_m))
     if tiles.block_m <= MAX_FEW_TOKENS:
-        pdl = supports_pdl(x.device)
-        shares = tiles.num_warps
-        even = num_columns % (2 * CHUNK * shares) == 0
-        few_tokens_kernel[grid](
-            output,
-            *tensors,
-            *sizes,
-            *strides,
-            **options,
-            EVEN=even,
-            SHARES=shares,
-            PDL=pdl,
-            launch_pdl=pdl,  # pyright: ignore[reportCallIssue]  (a launch option, not the kernel's)
-        )
+        options = flags | few_tokens_options(num_columns, num_blocks, x.dtype, x.device, tiles)
+        few_tokens_kernel[grid](output, *tensors, *sizes, *strides, **options)
         return output
     # So that there are programs for some hundred multiprocessors, and no share is of fewer than 4 chunks.
     splits = max(1, min(8, 264 // (grid[0] * grid[1]), num_chunks // 4))
     partial_shape = (grid[0] * grid[1] * splits, tiles.block_n, tiles.block_m) if splits > 1 else (0,)
+    pdl = supports_pdl(x.device)
     _many_tokens_kernel[(*grid, splits)](
         output,
         torch.empty(partial_shape, dtype=torch.float32, device=x.device),
@@ -209,23 +197,20 @@ def nf4_linear(
         *tensors,
         *sizes,
         *strides,
-        **options,
+        LEVEL_SCALE=LEVEL_SCALE[x.dtype],
+        BLOCK=block_columns(num_columns, num_blocks),
         EVEN_K=num_columns % CHUNK == 0,
         SPLITS=splits,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        ASM=x.is_cuda,
+        PDL=pdl,
+        num_warps=tiles.num_warps,  # pyright: ignore[reportCallIssue]  (launch options, not the kernel's)
+        num_stages=tiles.num_stages,  # pyright: ignore[reportCallIssue]
+        launch_pdl=pdl,  # pyright: ignore[reportCallIssue]
+        **flags,
     )
     return output
-
-
-def default_nf4_tiles(num_tokens: int, num_rows: int, num_columns: int) -> Tiles:
-    """Tiles for a shape that was not measured."""
-    if num_tokens <= MAX_FEW_TOKENS:
-        block_m = 1 if num_tokens == 1 else 8 if num_tokens <= 8 else 16
-        # More shares keep more of a narrow layer's loads under way.
-        shares = 4 if num_rows >= 16384 else 8
-        shares = min(shares, triton.next_power_of_2(triton.cdiv(num_columns, CHUNK)))
-        return Tiles(block_m, 16 if num_tokens == 1 else 32, CHUNK, shares, 1)
-    block_m = min(64, triton.next_power_of_2(num_tokens))
-    return Tiles(block_m, 128 if num_rows >= 16384 else 64, CHUNK, 4, 3)
 
 
 def _check(
@@ -239,25 +224,11 @@ def _check(
     output: Tensor | None,
 ) -> Tensor:
     """The output, a new one where there is none. Raises ValueError, see `nf4_linear`."""
-    check_float_dtype("x", x)
-    check_tensor("x", x, (None, None), x.dtype, x.device)
-    num_tokens, num_columns = x.shape
-    check_tensor("codes", codes[:, :1], (None, 1), torch.int8, x.device)
-    num_rows, num_blocks = codes.shape
-    if num_blocks > 1 and (num_columns % num_blocks or num_columns // num_blocks % MIN_BLOCK):
-        raise ValueError(
-            f"codes have {num_blocks} blocks, of which {num_columns} columns are no multiples of {MIN_BLOCK}"
-        )
-    check_tensor("words", words, (num_rows, triton.cdiv(num_columns, CHUNK) * 16), torch.int32, x.device)
-    for name, tensor in (("steps", steps), ("means", means)):
-        check_tensor(name, tensor, (num_rows, 1), torch.bfloat16, x.device)
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {list(tensor.stride())}; expected them contiguous")
-    if bias is not None:
-        check_tensor("bias", bias, (num_rows,), x.dtype, x.device)
+    check_nf4_product(x, words, codes, steps, means, bias)
+    shape = (len(x), len(codes))
     if residual is not None:
-        check_tensor("residual", residual, (num_tokens, num_rows), x.dtype, x.device)
+        check_tensor("residual", residual, shape, x.dtype, x.device)
     if output is None:
-        output = torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device)
-    check_tensor("output", output, (num_tokens, num_rows), x.dtype, x.device)
+        output = torch.empty(shape, dtype=x.dtype, device=x.device)
+    check_tensor("output", output, shape, x.dtype, x.device)
     return output

@@ -11,18 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.ops.code_loads import load_chunk, load_x, tile_row
 from kernels.ops.linear_outputs import store_outputs
 from kernels.ops.nf4_levels import level_part, load_tables
-
-
-@triton.jit
-def _load_words(word_ptrs, chunk, valid, EVEN: tl.constexpr, SHARES: tl.constexpr, TILES: tl.constexpr):
-    """[t, g, share, tile, r, half of a lane's words, word]."""
-    if EVEN:
-        words = tl.load(word_ptrs + chunk * 16)
-    else:
-        words = tl.load(word_ptrs + chunk * 16, mask=valid, other=0)
-    return tl.reshape(words, [4, 8, SHARES, TILES, 2, 2, 2])
 
 
 @triton.jit
@@ -36,48 +27,24 @@ def _per_output(numbers, SHARES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.c
 @triton.jit
 def _multiply(
     total,
-    words,
+    loaded,
+    xs,
     levels_ptr,
     tables,
-    x_ptrs,
-    x_mask,
-    column,
-    num_columns,
-    chunk,
-    valid,
-    code_ptrs,
     step,
     mean,
-    stride_codes_block,
-    BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    BROADCAST: tl.constexpr,
     ASM: tl.constexpr,
     SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add one chunk of each share to `total`, float32 [SHARES, ROWS, COLUMNS]."""
+    """Add one chunk of each share, as `load_chunk` and `load_x` give it, to `total`, float32 [SHARES, ROWS, COLUMNS]."""
     WIDTH: tl.constexpr = 128 // PARTS
+    words, codes = loaded[0], loaded[2]
     for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
-        first = chunk * 128 + part * WIDTH  # column, [SHARES]
-        offset = first[None, None, :, None, None, None]
-        if EVEN and BROADCAST:
-            x = tl.load(x_ptrs + offset)
-        elif EVEN:
-            x = tl.load(x_ptrs + offset, mask=x_mask, other=0.0)
-        else:
-            x_inside = (offset + column < num_columns) & valid[None, None, :, None, None, None]
-            x = tl.load(x_ptrs + offset, mask=x_mask & x_inside, other=0.0)
-        x = tl.reshape(x, [4, 8, SHARES, COLUMNS // 8, 4 // PARTS, 2, 4])
+        x = tl.reshape(xs[part], [4, 8, SHARES, COLUMNS // 8, 4 // PARTS, 2, 4])
         x = tl.reshape(tl.permute(x, [2, 4, 5, 0, 6, 3, 1]), [SHARES, WIDTH, COLUMNS])
-        block = (first // BLOCK if BLOCK > 0 else first * 0)[None, None, :, None, None]
-        if EVEN:
-            code = tl.load(code_ptrs + block * stride_codes_block)
-        else:
-            inside = ((first < num_columns) & valid)[None, None, :, None, None]
-            code = tl.load(code_ptrs + block * stride_codes_block, mask=inside, other=0)
         levels = level_part(words, levels_ptr, tables, part, PARTS, ASM)
         if PARTS == 1:
             levels = tl.permute(levels, [2, 3, 4, 1, 7, 8, 5, 0, 6, 9])
@@ -88,6 +55,7 @@ def _multiply(
         levels = tl.reshape(levels, [SHARES, ROWS, WIDTH])
         # "ieee": float32 is not to be rounded to TF32.
         sums = tl.dot(levels, x, input_precision="ieee")
+        code = tl.reshape(codes[part], [4, 8, SHARES, ROWS // 16, 2])
         total += _per_output(code.to(tl.float32) * step + mean, SHARES, ROWS, COLUMNS) * sums
     return total
 
@@ -102,6 +70,7 @@ def project_nf4(
     steps_ptr,
     means_ptr,
     first_row,
+    second_row,
     num_rows,
     first_token,
     num_tokens,
@@ -116,12 +85,16 @@ def project_nf4(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHARES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ONCE: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`y[t, n] = sum_k x[t, k] * level[q[n, k]] * (m[n] + d[n] * c[n, b])` in fp32 [BLOCK_M, BLOCK_N], b the block of k.
 
-    The first words are asked for before the kernel before this one has ended; with PDL it is waited for here, and whatever
+    Of the rows that `tile_row` names.
+
+    The first chunks are asked for before the kernel before this one has ended; with PDL it is waited for here, and whatever
     else needs it is to be loaded after.
 
     Args:
@@ -130,7 +103,7 @@ def project_nf4(
         levels_ptr, tables_ptr: `level_table` and `table_words` of x's dtype.
         codes_ptr, steps_ptr, means_ptr: c, d and m, see `kernels.ops.nf4_linear`.
         BLOCK: columns of a block, a multiple of 32; 0 where there is only one.
-        EVEN: whether every share has the same even number of chunks, all of them full.
+        AHEAD, ONCE, EVEN: see `kernels.ops.code_projection.project_codes`.
         BLOCK_M: 1, 8 or 16; BLOCK_N: a multiple of 16; SHARES: of the inputs, the number of warps.
         ASM: see `level_part`.
     """
@@ -146,13 +119,11 @@ def project_nf4(
     g = tl.arange(0, 8)
     tile = tl.arange(0, TILES)
     # [t, g, share, tile, r], and a lane's four words.
-    row = first_row + tile[None, None, None, :, None] * 16 + tl.arange(0, 2)[None, None, None, None, :] * 8
-    row = tl.minimum(row + g[None, :, None, None, None], num_rows - 1).to(tl.int64)
+    index = tile[None, None, None, :, None] * 16 + tl.arange(0, 2)[None, None, None, None, :] * 8
+    index += g[None, :, None, None, None]
+    row = tile_row(index, first_row, second_row, num_rows, BLOCK_N // 2).to(tl.int64)
     word = t[:, None, None, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, None, None, :]
     word_ptrs = words_ptr + (row * stride_words_row)[:, :, :, :, :, None] + word
-    chunk_of = first_chunk[None, None, :, None, None, None]
-    end_of = end_chunk[None, None, :, None, None, None]
-
     # [t, token, share, token tile, 32 columns, 8]
     token = first_token + g[None, :, None, None, None, None]
     token += tl.arange(0, COLUMNS // 8)[None, None, None, :, None, None] * 8
@@ -163,53 +134,96 @@ def project_nf4(
     x_ptrs = x_ptr + x_token.to(tl.int64) * stride_x_token + column
     x_mask = x_token < num_tokens
     wide_row = tl.broadcast_to(row, [4, 8, SHARES, TILES, 2])
-    code_ptrs = codes_ptr + wide_row * stride_codes_row
+    code_ptrs = (codes_ptr + wide_row * stride_codes_row)[:, :, :, :, :, None]
 
     lane = t[:, None, None, None, None, None, None] * 8 + g[None, :, None, None, None, None, None]
     tables = load_tables(tables_ptr + lane)
     total = tl.zeros([SHARES, BLOCK_N, COLUMNS], dtype=tl.float32)
-    last = steps - 1
-    second = tl.minimum(1, last)
-    words_0 = _load_words(word_ptrs, chunk_of, chunk_of < end_of, EVEN, SHARES, TILES)
-    words_1 = _load_words(word_ptrs, chunk_of + second, chunk_of + 1 < end_of, EVEN, SHARES, TILES)
+    loaded = ()
+    for early in tl.static_range(AHEAD):  # pyright: ignore[reportGeneralTypeIssues]
+        chunk = load_chunk(
+            word_ptrs,
+            code_ptrs,
+            code_ptrs,
+            stride_codes_block,
+            0,
+            num_columns,
+            first_chunk,
+            early,
+            end_chunk,
+            4,
+            "none",
+            BLOCK,
+            PARTS,
+            EVEN,
+            SHARES,
+            TILES,
+        )
+        loaded += (chunk,)
     step_of_row = tl.load(steps_ptr + wide_row).to(tl.float32)
     mean_of_row = tl.load(means_ptr + wide_row).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for step in range(0, steps, 2):
-        for turn in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
-            chunk = first_chunk + step + turn
+    if ONCE:
+        for turn in tl.static_range(AHEAD):  # pyright: ignore[reportGeneralTypeIssues]
+            xs = load_x(x_ptrs, x_mask, column, num_columns, first_chunk, turn, end_chunk, PARTS, EVEN, BLOCK_M == 1)
             total = _multiply(
                 total,
-                words_0 if turn == 0 else words_1,
+                loaded[turn],
+                xs,
                 levels_ptr,
                 tables,
-                x_ptrs,
-                x_mask,
-                column,
-                num_columns,
-                chunk,
-                chunk < end_chunk,
-                code_ptrs,
                 step_of_row,
                 mean_of_row,
-                stride_codes_block,
-                BLOCK,
                 PARTS,
-                EVEN,
-                BLOCK_M == 1,
                 ASM,
                 SHARES,
                 BLOCK_N,
                 COLUMNS,
             )
-            ahead = step + turn + 2
-            valid = chunk_of + ahead < end_of
-            words = _load_words(word_ptrs, chunk_of + tl.minimum(ahead, last), valid, EVEN, SHARES, TILES)
-            if turn == 0:
-                words_0 = words
-            else:
-                words_1 = words
+    else:
+        xs = load_x(x_ptrs, x_mask, column, num_columns, first_chunk, 0, end_chunk, PARTS, EVEN, BLOCK_M == 1)
+        for step in range(0, steps, AHEAD):
+            for turn in tl.static_range(AHEAD):  # pyright: ignore[reportGeneralTypeIssues]
+                now = step + turn
+                ahead = load_chunk(
+                    word_ptrs,
+                    code_ptrs,
+                    code_ptrs,
+                    stride_codes_block,
+                    0,
+                    num_columns,
+                    first_chunk,
+                    now + AHEAD,
+                    end_chunk,
+                    4,
+                    "none",
+                    BLOCK,
+                    PARTS,
+                    EVEN,
+                    SHARES,
+                    TILES,
+                )
+                next_xs = load_x(
+                    x_ptrs, x_mask, column, num_columns, first_chunk, now + 1, end_chunk, PARTS, EVEN, BLOCK_M == 1
+                )
+                total = _multiply(
+                    total,
+                    loaded[0],  # pyright: ignore[reportGeneralTypeIssues]
+                    xs,
+                    levels_ptr,
+                    tables,
+                    step_of_row,
+                    mean_of_row,
+                    PARTS,
+                    ASM,
+                    SHARES,
+                    BLOCK_N,
+                    COLUMNS,
+                )
+                loaded = loaded[1:]
+                loaded += (ahead,)
+                xs = next_xs
     sums = tl.sum(total, axis=0)
     if BLOCK_M == 1:
         sums = tl.sum(tl.where(tl.arange(0, COLUMNS)[None, :] == 0, sums, 0.0), axis=1)[:, None]
@@ -246,6 +260,8 @@ def few_tokens_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHARES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ONCE: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -263,6 +279,7 @@ def few_tokens_kernel(
         steps_ptr,
         means_ptr,
         first_row,
+        first_row + BLOCK_N // 2,
         num_rows,
         first_token,
         num_tokens,
@@ -277,6 +294,8 @@ def few_tokens_kernel(
         BLOCK_M,
         BLOCK_N,
         SHARES,
+        AHEAD,
+        ONCE,
         ASM,
         PDL,
     )

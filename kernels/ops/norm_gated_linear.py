@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.ops.code_launch import check_fused_product, fused_launch
 from kernels.ops.code_projection import project_codes
+from kernels.ops.gated_outputs import store_gated
 from kernels.ops.projection import Tiles, _split_halves, begin_early, project_halves
 from kernels.reference.code_grid import CodeGrid
 
@@ -51,6 +52,8 @@ def _norm_gated_linear_kernel(
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
     SHARES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
     """BLOCK_N / 2 gate rows and the up rows that belong to them per program.
 
@@ -96,6 +99,8 @@ def _norm_gated_linear_kernel(
             BLOCK_M,
             BLOCK_N,
             SHARES,
+            AHEAD,
+            ONCE,
             PDL,
         )
         gate, up = _split_halves(total, BLOCK_M, HALF)
@@ -127,11 +132,7 @@ def _norm_gated_linear_kernel(
     if BIAS:
         gate += gate_bias[None, :]
         up += up_bias[None, :]
-    gated = gate / (1.0 + tl.exp(-gate)) * up
-    token = first_token + tl.arange(0, BLOCK_M)
-    output_offset = token[:, None].to(tl.int64) * stride_output_token + column[None, :]
-    mask = (token < num_tokens)[:, None] & column_mask[None, :]
-    tl.store(output_ptr + output_offset, gated.to(output_ptr.dtype.element_ty), mask=mask)
+    store_gated(output_ptr, gate, up, first_token, first_row, num_tokens, num_outputs, stride_output_token)
 
 
 def norm_gated_linear(

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops.checks import check_tensor
 from kernels.ops.code_launch import check_fused_product, fused_launch
 from kernels.ops.code_projection import project_codes
 from kernels.ops.projection import Tiles, _split_halves, begin_early, project_halves
+from kernels.ops.qkv_outputs import check_heads, load_angles, rotate_and_store
 from kernels.reference.code_grid import CodeGrid
 
 
@@ -71,6 +71,8 @@ def _norm_qkv_rotary_store_kernel(
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
     SHARES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
     """BLOCK_N / 2 rotation pairs (i, HEAD_DIM / 2 + i) of one head per program.
 
@@ -99,10 +101,9 @@ def _norm_qkv_rotary_store_kernel(
         left_bias = tl.load(bias_ptr + head * HEAD_DIM + pair, mask=pair_mask, other=0.0).to(tl.float32)
         right_bias = tl.load(bias_ptr + head * HEAD_DIM + HALF_DIM + pair, mask=pair_mask, other=0.0).to(tl.float32)
     slot = tl.load(slot_mapping_ptr + token, mask=token_mask, other=0)
-    position = tl.load(positions_ptr + token, mask=token_mask, other=0)
-    angle_ptrs = cos_sin_cache_ptr + (position * stride_cos_sin_position)[:, None] + pair[None, :]
-    cos = tl.load(angle_ptrs, mask=mask, other=0.0)
-    sin = tl.load(angle_ptrs + HALF_DIM, mask=mask, other=0.0)
+    cos, sin = load_angles(
+        cos_sin_cache_ptr, positions_ptr, token, pair, mask, token_mask, stride_cos_sin_position, HALF_DIM
+    )
     if BITS > 0:
         total = project_codes(
             x_ptr,
@@ -130,6 +131,8 @@ def _norm_qkv_rotary_store_kernel(
             BLOCK_M,
             BLOCK_N,
             SHARES,
+            AHEAD,
+            ONCE,
             PDL,
         )
         left, right = _split_halves(total, BLOCK_M, HALF)
@@ -161,29 +164,31 @@ def _norm_qkv_rotary_store_kernel(
     if BIAS:
         left += left_bias[None, :]
         right += right_bias[None, :]
-    if head < NUM_HEADS + NUM_KV_HEADS:
-        rotated = left * cos - right * sin
-        right = right * cos + left * sin
-        left = rotated
-    dtype = query_ptr.dtype.element_ty
-    if head < NUM_HEADS:
-        query_ptrs = query_ptr + token[:, None].to(tl.int64) * stride_query_token + head * HEAD_DIM + pair[None, :]
-        tl.store(query_ptrs, left.to(dtype), mask=mask)
-        tl.store(query_ptrs + HALF_DIM, right.to(dtype), mask=mask)
-    else:
-        block_id, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        if head < NUM_HEADS + NUM_KV_HEADS:
-            kv_head = head - NUM_HEADS
-            key_offset = block_id * stride_key_cache_block + offset * stride_key_cache_slot
-            key_ptrs = key_cache_ptr + (key_offset + kv_head * stride_key_cache_head)[:, None] + pair[None, :]
-            tl.store(key_ptrs, left.to(dtype), mask=mask)
-            tl.store(key_ptrs + HALF_DIM, right.to(dtype), mask=mask)
-        else:
-            kv_head = head - NUM_HEADS - NUM_KV_HEADS
-            value_offset = block_id * stride_value_cache_block + offset * stride_value_cache_slot
-            value_ptrs = value_cache_ptr + (value_offset + kv_head * stride_value_cache_head)[:, None] + pair[None, :]
-            tl.store(value_ptrs, left.to(dtype), mask=mask)
-            tl.store(value_ptrs + HALF_DIM, right.to(dtype), mask=mask)
+    rotate_and_store(
+        query_ptr,
+        key_cache_ptr,
+        value_cache_ptr,
+        left,
+        right,
+        cos,
+        sin,
+        slot,
+        token,
+        pair,
+        mask,
+        head,
+        stride_query_token,
+        stride_key_cache_block,
+        stride_key_cache_slot,
+        stride_key_cache_head,
+        stride_value_cache_block,
+        stride_value_cache_slot,
+        stride_value_cache_head,
+        NUM_HEADS,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        BLOCK_SIZE,
+    )
 
 
 def norm_qkv_rotary_store(
@@ -230,18 +235,9 @@ def norm_qkv_rotary_store(
     """
     code = check_fused_product(x, weight, square_sums, bias, code_grid)
     num_tokens, num_columns = x.shape
-    check_tensor("key_cache", key_cache, (None, None, None, None), x.dtype, x.device)
-    check_tensor("value_cache", value_cache, tuple(key_cache.shape), x.dtype, x.device)
+    heads = (positions, cos_sin_cache, key_cache, value_cache, slot_mapping)
+    num_heads = check_heads(weight.shape[0], num_tokens, x.dtype, x.device, *heads)
     _, block_size, num_kv_heads, head_dim = key_cache.shape
-    num_heads = weight.shape[0] // head_dim - 2 * num_kv_heads
-    if num_heads < 1 or weight.shape[0] % head_dim or head_dim % 2:
-        raise ValueError(
-            f"weight has {weight.shape[0]} rows, which is no number of heads of {head_dim} beside {num_kv_heads} key and "
-            "value heads, or head_dim is odd"
-        )
-    check_tensor("positions", positions, (num_tokens,), torch.int64, x.device)
-    check_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, x.device)
-    check_tensor("cos_sin_cache", cos_sin_cache, (None, head_dim), torch.float32, x.device)
 
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=x.dtype, device=x.device)
     if num_tokens == 0:

@@ -9,16 +9,23 @@ from torch import Tensor
 
 from kernels.ops.arrivals import arrival_counters
 from kernels.ops.attention_tiles import MIN_KEYS, TileSizes, choose_num_splits, tile_sizes
-from kernels.ops.checks import as_bytes, check_attention, check_tensor
+from kernels.ops.checks import as_bytes, check_attention, check_tensor, check_trees
 from kernels.ops.key_loop import attend_keys
 from kernels.ops.pdl import supports_pdl
 from kernels.ops.split_sums import add_up, is_last
+from kernels.ops.tree_mask import NO_TREE, within_window
 
 
 # Not a kernel for each size of a batch, width and alignment of its table, which change from step to step.
 @triton.jit(
     do_not_specialize=["num_reqs", "stride_block_table_req"],
-    do_not_specialize_on_alignment=["block_table_ptr", "query_start_loc_ptr", "seq_lens_ptr"],
+    do_not_specialize_on_alignment=[
+        "block_table_ptr",
+        "query_start_loc_ptr",
+        "seq_lens_ptr",
+        "tree_mask_ptr",
+        "tree_starts_ptr",
+    ],
 )
 def _paged_attention_kernel(
     output_ptr,
@@ -34,6 +41,8 @@ def _paged_attention_kernel(
     block_table_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
+    tree_mask_ptr,
+    tree_starts_ptr,
     num_reqs,
     scale,
     stride_output_token,
@@ -70,6 +79,8 @@ def _paged_attention_kernel(
     With splits the keys of a tile are cut into that many shares of equal length at most, none shorter than MIN_KEYS, as in
     `paged_decode_attention`: programs without a share exit, and of several the one that arrives last adds up.
 
+    Rows that are nodes of a tree of drafts mask its keys by their ancestors' bits, as in SpecInfer (Miao et al., 2024).
+
     Grid: (num_tokens // BLOCK_Q + num_reqs, num_kv_heads, NUM_SPLITS).
     """
     if PDL:
@@ -98,7 +109,7 @@ def _paged_attention_kernel(
     column = tl.arange(0, BLOCK_D)
     token = first_row + row // GROUP
     head = kv_head * GROUP + row % GROUP
-    position = num_computed + token
+    row_place = num_computed + token
     row_mask = (row < BLOCK_Q * GROUP) & (token < query_len)
     column_mask = column < HEAD_DIM
     mask = row_mask[:, None] & column_mask[None, :]
@@ -106,10 +117,24 @@ def _paged_attention_kernel(
     query_offset = token_index * stride_query_token + head * stride_query_head
     query = tl.load(query_ptr + query_offset[:, None] + column[None, :], mask=mask, other=0.0)
 
+    # -- where rows stand: at their place, or as deep in a tree as they have ancestors
+    position = row_place
+    tree_bits = None
+    tree_start = None
+    if tree_mask_ptr is not None:
+        tree_start = tl.load(tree_starts_ptr + request)
+        is_tree = tl.load(tree_mask_ptr + query_start) != NO_TREE
+        tree_bits = tl.load(tree_mask_ptr + token_index, mask=row_mask, other=NO_TREE)
+        if WINDOW is not None:
+            position, tree_bits = within_window(tree_bits, row_place, tree_start, WINDOW)
+
     # -- keys: what any row of the tile may see
     begin = 0
     if WINDOW is not None:
-        begin = tl.maximum(num_computed + first_row - WINDOW + 1, 0)
+        first_position = num_computed + first_row
+        if tree_mask_ptr is not None:
+            first_position = tl.where(is_tree, tree_start, first_position)
+        begin = tl.maximum(first_position - WINDOW + 1, 0)
     end = num_computed + tl.minimum(first_row + BLOCK_Q, query_len)
     # Whole tiles of keys that every row sees need no mask; with a window there is no telling, so there are none.
     if NUM_SPLITS > 1:
@@ -122,7 +147,10 @@ def _paged_attention_kernel(
         end = tl.minimum(begin + num_keys, end)
     unmasked_end = begin
     if WINDOW is None:
-        unmasked_end = tl.minimum((num_computed + first_row + 1) // BLOCK_N * BLOCK_N, end)
+        num_common = num_computed + first_row + 1
+        if tree_mask_ptr is not None:
+            num_common = tl.where(is_tree, tree_start, num_common)
+        unmasked_end = tl.minimum(num_common // BLOCK_N * BLOCK_N, end)
         unmasked_end = tl.maximum(unmasked_end, begin)
     block_ids_ptr = block_table_ptr + request * stride_block_table_req
     key_head_ptr = key_cache_ptr + kv_head * stride_key_cache_head
@@ -136,10 +164,13 @@ def _paged_attention_kernel(
         row_sum,
         attended,
         query,
-        position,
+        row_place,
         begin,
         unmasked_end,
         end,
+        position,
+        tree_bits,
+        tree_start,
         block_ids_ptr,
         key_head_ptr,
         value_head_ptr,
@@ -163,10 +194,13 @@ def _paged_attention_kernel(
         row_sum,
         attended,
         query,
-        position,
+        row_place,
         unmasked_end,
         end,
         end,
+        position,
+        tree_bits,
+        tree_start,
         block_ids_ptr,
         key_head_ptr,
         value_head_ptr,
@@ -228,6 +262,8 @@ def paged_attention(
     window: int | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    tree_starts: Tensor | None = None,
     *,
     output: Tensor | None = None,
     tiles: TileSizes | None = None,
@@ -240,6 +276,11 @@ def paged_attention(
     `p = seq_lens[r] - query_len[r] + i`; position j is at `block_table[r, j // block_size]`, offset `j % block_size`.
     Scores, softmax and sums are in fp32; the weights are rounded to `query.dtype` for their product with the values, as are
     keys and values that are stored quantized.
+
+    With `tree_mask` a row may be a node of a tree: the keys of nodes lie from `s = tree_starts[r]` on, and of those the row
+    sees the j-th if bit j of `tree_mask[t]` is set, which it is for the row itself and its ancestors, none of them behind it.
+    It sees all before s, and stands at `p = s - 1 +` the number of its bits, nodes it sees one position each: a window counts
+    those.
 
     Args:
         query: float32, bfloat16 or float16 [num_tokens, num_heads, head_dim], strides (any, any, 1)
@@ -255,6 +296,8 @@ def paged_attention(
         window: positions a row attends to, its own included; None for all
         key_scales: float16 [num_blocks, block_size, num_kv_heads, 1], for uint8 [..., 2], contiguous
         value_scales: as key_scales
+        tree_mask: int64 [num_tokens], stride (1,); -1 for the rows of a request without a tree; None: there are no trees
+        tree_starts: int32 [num_reqs], stride (1,), unused for a request without a tree; None if there are no trees
         output: where to write, query.dtype [num_tokens, num_heads, head_dim], strides (any, any, 1); a new tensor by
             default
         tiles: how to cut the launch; by default chosen from the sizes. Fixed, and with `num_splits` 1, a row's sums depend
@@ -265,7 +308,8 @@ def paged_attention(
         `output` is mutated.
     Raises:
         ValueError: a shape, dtype, device or stride is not as above, num_kv_heads does not divide num_heads, a group
-            has more than 128 heads, head_dim is above 256, or window is below 1. Values on the device are not read.
+            has more than 128 heads, head_dim is above 256, window is below 1, or one of tree_mask and tree_starts is None.
+            Values on the device are not read.
     """
     group, kv_format = check_attention(query, key_cache, value_cache, window, key_scales, value_scales)
     num_tokens, _, head_dim = query.shape
@@ -273,6 +317,7 @@ def paged_attention(
     num_reqs = block_table.shape[0]
     check_tensor("query_start_loc", query_start_loc, (num_reqs + 1,), torch.int32, query.device)
     check_tensor("seq_lens", seq_lens, (num_reqs,), torch.int32, query.device)
+    check_trees(tree_mask, tree_starts, num_tokens, num_reqs, query.device)
     _, block_size, num_kv_heads, _ = key_cache.shape
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -301,6 +346,8 @@ def paged_attention(
         block_table,
         query_start_loc,
         seq_lens,
+        tree_mask,
+        tree_starts,
         num_reqs,
         scale,
         output.stride(0),

@@ -14,6 +14,15 @@ MAX_HIDDEN = 65536
 
 
 @triton.jit
+def normed_row(x, weight, eps, HIDDEN: tl.constexpr):
+    """fp32 [BLOCK] of a token, 0 past HIDDEN, to its norm in the weight's dtype."""
+    mean_square = tl.sum(x * x, axis=0) / HIDDEN
+    # Rounded to the weight's dtype before the product, as the reference does.
+    normalized = (x / tl.sqrt(mean_square + eps)).to(weight.dtype)
+    return (normalized.to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
+
+
+@triton.jit
 def _rms_norm_kernel(
     output_ptr,
     x_ptr,
@@ -28,17 +37,14 @@ def _rms_norm_kernel(
     """One token per program, its row in registers: read once, written once. Grid: (num_tokens,)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
-    x = tl.load(x_ptr + token * stride_x_token + column, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
-    mean_square = tl.sum(x * x, axis=0) / HIDDEN
-    # Rounded to the weight's dtype before the product, as the reference does.
-    normalized = (x / tl.sqrt(mean_square + eps)).to(weight.dtype)
-    output = normalized.to(tl.float32) * weight.to(tl.float32)
-    tl.store(output_ptr + token * stride_output_token + column, output.to(weight.dtype), mask=mask)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + token * stride_x_token + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(output_ptr + token * stride_output_token + column, normed_row(x, weight, eps, HIDDEN), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -8,11 +8,20 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.checks import check_float_dtype, check_tensor
+from kernels.ops.pdl import supports_pdl
 
 # Bytes of the gate per program: with four warps, two 16-byte loads of each half are in flight per thread.
 BLOCK_BYTES = 4096
 # Up to so many tokens the columns are cut finer, so that more of the card's multiprocessors take part.
 FEW_TOKENS = 16
+
+
+@triton.jit
+def gated(gate, up):
+    """In their dtype, rounded to it before the product too, as the reference does."""
+    wide = gate.to(tl.float32)
+    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
@@ -23,8 +32,12 @@ def _silu_and_mul_kernel(
     stride_x_token,
     INTERMEDIATE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One block of a token's columns per program. Grid: (num_tokens * cdiv(INTERMEDIATE, BLOCK),)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     # The blocks of a token side by side: programs that run together then read neighbouring addresses.
     num_blocks: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
@@ -34,11 +47,7 @@ def _silu_and_mul_kernel(
     gate_ptr = x_ptr + token * stride_x_token + column
     gate = tl.load(gate_ptr, mask=mask, other=0.0)
     up = tl.load(gate_ptr + INTERMEDIATE, mask=mask, other=0.0)
-    wide = gate.to(tl.float32)
-    # Rounded to the dtype before the product, as the reference does.
-    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    output = (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
-    tl.store(output_ptr + token * stride_output_token + column, output, mask=mask)
+    tl.store(output_ptr + token * stride_output_token + column, gated(gate, up), mask=mask)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -67,6 +76,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     block, num_warps = BLOCK_BYTES // x.element_size(), 4
     if num_tokens <= FEW_TOKENS:
         block, num_warps = block // 4, 2
+    pdl = supports_pdl(x.device)
     _silu_and_mul_kernel[(num_tokens * triton.cdiv(intermediate, block),)](
         output,
         x,
@@ -74,6 +84,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
         x.stride(0),
         INTERMEDIATE=intermediate,
         BLOCK=block,
-        num_warps=num_warps,  # pyright: ignore[reportCallIssue]  (a launch option)
+        PDL=pdl,
+        num_warps=num_warps,  # pyright: ignore[reportCallIssue]  (launch options, not the kernel's)
+        launch_pdl=pdl,  # pyright: ignore[reportCallIssue]
     )
     return output

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.reference.token_codes import TokenCodes
+
 LARGEST = 448.0
 
 
@@ -45,7 +47,7 @@ def quantize_fp8(x: Tensor, *, per_row: bool) -> tuple[Tensor, Tensor]:
 
 
 def fp8_linear(
-    x: Tensor,
+    x: Tensor | TokenCodes,
     codes: Tensor,
     scales: Tensor,
     bias: Tensor | None = None,
@@ -54,7 +56,8 @@ def fp8_linear(
 ) -> Tensor:
     """`y = x W^T + b + r`, float [num_tokens, in_features] -> [num_tokens, out_features] in x's dtype.
 
-    Activations are rounded as they come. Codes are multiplied and summed in float32; scales, bias and residual follow.
+    Activations are rounded as they come, or were before. Codes are multiplied and summed in float32; scales, bias and residual
+    follow.
 
     Args:
         codes: float8_e4m3fn [out_features, in_features].
@@ -63,7 +66,7 @@ def fp8_linear(
         residual: float [num_tokens, out_features].
         per_token: activations have a scale per token; otherwise one for all, and a token's depends on those beside it.
     """
-    x_codes, x_scales = quantize_fp8(x, per_row=per_token)
+    x_codes, x_scales = x[:2] if isinstance(x, TokenCodes) else quantize_fp8(x, per_row=per_token)
     y = (x_codes.float() @ codes.float().t()) * x_scales * scales.t()
     for term in (bias, residual):
         y = y if term is None else y + term.float()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.reference.token_codes import TokenCodes
+
 LARGEST_CODE = 127.0  # -128 is left out, so that codes lie as far on both sides of 0
 # 127 x 127 summed this often is the last that an int32 holds.
 MAX_INT32_INPUTS = (2**31 - 1) // 127**2
@@ -49,12 +51,16 @@ def multiply_int8(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def int8_linear(
-    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor | TokenCodes,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`y = x W^T + b + r`, float [num_tokens, in_features] -> [num_tokens, out_features] in x's dtype.
 
-    Activations are rounded as they come, each token by itself (`quantize_rows_int8`); sums are exact integers, and scales,
-    bias and residual follow in float32.
+    Activations are rounded as they come, each token by itself (`quantize_rows_int8`), or were before; sums are exact integers,
+    and scales, bias and residual follow in float32.
 
     Args:
         codes: int8 [out_features, in_features], -127 to 127.
@@ -68,9 +74,9 @@ def int8_linear(
     return y.to(x.dtype)
 
 
-def scaled_int8_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+def scaled_int8_product(x: Tensor | TokenCodes, codes: Tensor, scales: Tensor) -> Tensor:
     """`int8_linear` without a bias, float32 [num_tokens, out_features]."""
-    x_codes, x_scales = quantize_rows_int8(x)
+    x_codes, x_scales = x[:2] if isinstance(x, TokenCodes) else quantize_rows_int8(x)
     return multiply_int8(x_codes, codes) * x_scales * scales.t()
 
 

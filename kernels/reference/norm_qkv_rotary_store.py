@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.reference.code_grid import CodeGrid
 from kernels.reference.projection import project
-from kernels.reference.rotary_embedding import rotary_embedding
+from kernels.reference.qkv_heads import rotate_and_store
 
 
 def norm_qkv_rotary_store(
@@ -44,13 +44,5 @@ def norm_qkv_rotary_store(
     Returns:
         x.dtype [num_tokens, num_heads, head_dim], contiguous: the rotated queries.
     """
-    _, block_size, num_kv_heads, head_dim = key_cache.shape
-    num_heads = len(weight) // head_dim - 2 * num_kv_heads
-    heads = project(x, weight, square_sums, eps, bias, code_grid).view(len(x), num_heads + 2 * num_kv_heads, head_dim)
-    query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    query, key = rotary_embedding(query, key, positions, cos_sin_cache)
-    # Not by one index over a flat view, which a cache of other strides does not have.
-    slots = (slot_mapping // block_size, slot_mapping % block_size)
-    key_cache.index_put_(slots, key.to(x.dtype))
-    value_cache.index_put_(slots, value.to(x.dtype))
-    return query.to(x.dtype).contiguous()
+    qkv = project(x, weight, square_sums, eps, bias, code_grid)
+    return rotate_and_store(qkv, positions, cos_sin_cache, key_cache, value_cache, slot_mapping)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ def paged_attention(
     window: int | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    tree_starts: Tensor | None = None,
 ) -> Tensor:
     """Attend from each query row to its request's positions up to its own.
 
@@ -38,6 +41,11 @@ def paged_attention(
     `p = seq_lens[r] - query_len[r] + i`; position j is at `block_table[r, j // block_size]`, offset `j % block_size`.
     Scores, softmax and sums are in fp32. Only slots of a request's own positions reach its rows, so that what others
     left in a reused block (NaN, say) has no effect.
+
+    With `tree_mask` a row may be a node of a tree: the keys of nodes lie from `s = tree_starts[r]` on, and of those the row
+    sees the j-th if bit j of `tree_mask[t]` is set, which it is for the row itself and its ancestors, none of them behind it.
+    It sees all before s, and stands at `p = s - 1 +` the number of its bits, nodes it sees one position each: a window counts
+    those.
 
     Args:
         query: float [num_tokens, num_heads, head_dim]
@@ -52,13 +60,16 @@ def paged_attention(
         window: positions a row attends to, its own included; None for all
         key_scales: float16 [num_blocks, block_size, num_kv_heads, 1], for uint8 [..., 2], contiguous
         value_scales: as key_scales
+        tree_mask: int64 [num_tokens]; -1 for the rows of a request without a tree; None: there are no trees
+        tree_starts: int32 [num_reqs], unused for a request without a tree; None if there are no trees
     Returns:
         query.dtype [num_tokens, num_heads, head_dim]; rows past query_start_loc[-1] are unspecified. Nothing is
         mutated.
     """
     keys, values = _Vectors(key_cache, key_scales), _Vectors(value_cache, value_scales)
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
-    decodes = [r for r in range(len(lens)) if starts[r + 1] - starts[r] == 1]
+    trees = _tree_rows(tree_mask, tree_starts, starts)
+    decodes = [r for r in range(len(lens)) if starts[r + 1] - starts[r] == 1 and r not in trees]
     groups = _decode_groups(decodes, lens, MAX_GATHER_BYTES // (4 * keys.num_heads * query.shape[2]))
     if len(groups) == 1 and len(decodes) == len(lens) == len(query):
         return _attend_decodes(query, keys, values, block_table, seq_lens, lens, scale, window)
@@ -80,18 +91,28 @@ def paged_attention(
         output.index_copy_(0, rows, attended)
     for r, seq_len in enumerate(lens):
         start, end = starts[r], starts[r + 1]
-        if end - start > 1:
-            _attend_chunk(
-                output[start:end],
-                query[start:end],
-                keys,
-                values,
-                block_table[r],
-                seq_len,
-                scale,
-                window,
-            )
+        if r in trees:
+            attend = partial(_attend_nodes, *trees[r])
+        elif end - start > 1:
+            attend = _attend_chunk
+        else:
+            continue
+        attend(output[start:end], query[start:end], keys, values, block_table[r], seq_len, scale, window)
     return output
+
+
+def _tree_rows(
+    tree_mask: Tensor | None, tree_starts: Tensor | None, starts: list[int]
+) -> dict[int, tuple[Tensor, int]]:
+    """Of each request with a tree, the bits of its rows and where the tree begins."""
+    if tree_mask is None or tree_starts is None:
+        return {}
+    rows = [tree_mask[start:end] for start, end in pairwise(starts)]
+    return {
+        r: (bits, begin)
+        for r, (bits, begin) in enumerate(zip(rows, tree_starts.tolist(), strict=True))
+        if len(bits) and int(bits[0]) != -1
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +249,42 @@ def _attend_chunk(
         output[:, :, begin:end] = torch.nn.functional.scaled_dot_product_attention(
             query[:, :, begin:end], key[:, :, seen], value[:, :, seen], attn_mask=mask, scale=scale
         )
+
+
+def _attend_nodes(
+    tree_bits: Tensor,
+    tree_start: int,
+    output: Tensor,
+    query: Tensor,
+    keys: _Vectors,
+    values: _Vectors,
+    block_ids: Tensor,
+    seq_len: int,
+    scale: float,
+    window: int | None,
+) -> None:
+    """`_attend_chunk` from the nodes of a tree: tree_bits int64 [query_len]."""
+    block_size, group = keys.block_size, query.shape[1] // keys.num_heads
+    first = 0 if window is None else max(0, tree_start - window + 1) // block_size * block_size
+    blocks = block_ids[first // block_size : math.ceil(seq_len / block_size)]
+    key, value = (vectors.blocks(blocks, seq_len - first).transpose(0, 1) for vectors in (keys, values))
+    place = torch.arange(first, seq_len, device=query.device)
+    node = (place - tree_start).clamp(0, 63)
+    sees_node = (tree_bits[:, None] >> node) & 1 != 0
+    visible = torch.where(place < tree_start, True, sees_node)
+    if window is not None:
+        # Nodes that a row sees follow each other, one position each.
+        depth = (sees_node & (place >= tree_start)).cumsum(dim=1)
+        position = torch.where(place < tree_start, place, tree_start - 1 + depth)
+        visible &= position > position[:, -1:] - window
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        query.float().transpose(0, 1).unflatten(0, (-1, group)),
+        key[:, None].expand(-1, group, -1, -1),
+        value[:, None].expand(-1, group, -1, -1),
+        attn_mask=visible,
+        scale=scale,
+    )
+    output.copy_(attended.flatten(0, 1).transpose(0, 1))
 
 
 @lru_cache(maxsize=32)

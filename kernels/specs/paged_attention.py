@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_kv_heads": 8,
         "head_dim": 128,
     },
+    "trees 8 of 26 at 512, 9/3 x 64": {"query_lens": [26] * 8, "seq_lens": [512] * 8, "trees": range(8)},
     "decode 8 at 512, 9/3 x 64": {"query_lens": [1] * 8, "seq_lens": [512] * 8},
 }
 
@@ -44,11 +46,13 @@ def make_inputs(
     block_size: int = 16,
     window: int | None = None,
     kv_dtype: str | None = None,
+    trees: Sequence[int] = (),
 ) -> Inputs:
     """A pool that just holds `seq_lens`, the null block first and the requests' blocks scattered over the rest.
 
     Args:
         kv_dtype: of a quantized pool, "int8", "fp8_e4m3" or "int4"; None: `dtype`, without scales.
+        trees: requests whose rows, 64 at most, are the nodes of a random tree each; none: there is no mask.
     """
     generator = torch.Generator(device).manual_seed(seed)
     blocks_per_request = [-(-seq_len // block_size) for seq_len in seq_lens]
@@ -79,6 +83,28 @@ def make_inputs(
         "window": window,
         "key_scales": key_scales,
         "value_scales": value_scales,
+        **_tree_inputs(query_lens, seq_lens, trees, device, seed),
+    }
+
+
+def _tree_inputs(
+    query_lens: Sequence[int], seq_lens: Sequence[int], trees: Sequence[int], device: torch.device, seed: int
+) -> Inputs:
+    if not trees:
+        return {"tree_mask": None, "tree_starts": None}
+    draws = random.Random(seed)
+    masks: list[int] = []
+    for request, query_len in enumerate(query_lens):
+        bits = [1]
+        while len(bits) < query_len and request in trees:
+            bits.append(draws.choice(bits) | 1 << len(bits))
+        masks += bits[:query_len] if request in trees else [-1] * query_len
+    # Of 64 bits the last is a sign.
+    signed = [bits - (bits >> 63 << 64) if bits > 0 else bits for bits in masks]
+    starts = [seq_len - query_len for query_len, seq_len in zip(query_lens, seq_lens, strict=True)]
+    return {
+        "tree_mask": torch.tensor(signed, dtype=torch.int64, device=device),
+        "tree_starts": torch.tensor(starts, dtype=torch.int32, device=device),
     }
 
 
@@ -92,7 +118,8 @@ def bytes_moved(inputs: Inputs) -> int:
             num_keys += seq_len - first
             num_blocks += -(-seq_len // block_size) - first // block_size
     bytes_per_key = bytes_per_token(inputs)
-    metadata = inputs["query_start_loc"].nbytes + inputs["seq_lens"].nbytes
+    lengths = ("query_start_loc", "seq_lens", "tree_mask", "tree_starts")
+    metadata = sum(inputs[name].nbytes for name in lengths if inputs[name] is not None)
     return 2 * inputs["query"].nbytes + num_keys * bytes_per_key + 4 * num_blocks + metadata
 
 
@@ -104,10 +131,15 @@ def bytes_per_token(inputs: Inputs) -> int:
 
 def flops(inputs: Inputs) -> int:
     """Two products of head_dim multiply-adds per row, head and attended position; the softmax is not counted."""
-    attended = 0
-    for query_len, seq_len in _lengths(inputs):
+    attended, row = 0, 0
+    masks = None if inputs["tree_mask"] is None else inputs["tree_mask"].tolist()
+    for r, (query_len, seq_len) in enumerate(_lengths(inputs)):
         for position in range(seq_len - query_len, seq_len):
-            attended += position + 1 if inputs["window"] is None else min(position + 1, inputs["window"])
+            num_seen = position + 1
+            if masks is not None and masks[row] != -1:
+                num_seen = int(inputs["tree_starts"][r]) + (masks[row] % 2**64).bit_count()
+            attended += num_seen if inputs["window"] is None else min(num_seen, inputs["window"])
+            row += 1
     _, num_heads, head_dim = inputs["query"].shape
     return 4 * attended * num_heads * head_dim
 

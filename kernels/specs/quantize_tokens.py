@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kernels.kernel_op import Inputs, KernelOp, Tolerance
 from kernels.reference.quantize_tokens import quantize_tokens
@@ -44,6 +45,16 @@ def bytes_moved(inputs: Inputs) -> int:
 def flops(inputs: Inputs) -> int:
     """A comparison and a division of each value."""
     return 2 * inputs["x"].numel()
+
+
+def in_steps(output: Any) -> tuple[Tensor, Tensor]:
+    """Codes by their place in their format's order, and of scales 64 times the logarithm: float32, neighbours of bfloat16 are
+    less than 1 apart.
+    """
+    codes, scales = output
+    bits = codes.view(torch.int8).int()
+    places = bits if codes.dtype == torch.int8 else torch.where(bits < 0, -(bits & 0x7F), bits)
+    return places.float(), 64 * scales.log2()
 
 
 OP = KernelOp(

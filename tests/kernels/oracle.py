@@ -40,8 +40,10 @@ def naive_attention(
     window: int | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    tree_mask: None = None,
+    tree_starts: None = None,
 ) -> Tensor:
-    """The definition in float64: per row and head, look up each visible position's slot, weigh and sum."""
+    """The definition in float64, without trees: per row and head, look up each visible position's slot, weigh and sum."""
     query = query.detach().double().cpu()
     key_cache, value_cache = decoded(key_cache, key_scales), decoded(value_cache, value_scales)
     output = torch.zeros_like(query)

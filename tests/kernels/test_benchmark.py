@@ -207,6 +207,7 @@ def test_one_broken_op_is_an_error_and_no_end(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("capture", [False, True])
 def test_agrees_with_events_around_many_calls(capture: bool) -> None:
     """A matrix product of 4096 squared, timed call by call, against events around fifty of them."""
@@ -224,6 +225,7 @@ def test_agrees_with_events_around_many_calls(capture: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("op", REGISTRY.values(), ids=REGISTRY)
 def test_times_every_kernel_on_a_gpu(op: KernelOp) -> None:
     session = benchmark.Benchmark(torch.device("cuda"), torch.bfloat16)

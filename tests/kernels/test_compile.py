@@ -20,6 +20,7 @@ from kernels.ops import (
     attention_tiles,
     code_tiles,
     code_matrix,
+    compact_kv_cache,
     decode_positions,
     embed_tokens,
     int_linear,
@@ -36,8 +37,9 @@ from kernels.ops import (
 from kernels.ops.projection import Tiles, default_tiles
 
 TYPES = {
-    "*i64": "token_ids positions slot_mapping rows sampled_token_ids outcome",
-    "*i32": "block_table query_start_loc seq_lens arrivals words counters",
+    "*i64": "token_ids positions slot_mapping rows sampled_token_ids outcome "
+    "tree_mask source_slots target_slots addresses slot_words",
+    "*i32": "block_table query_start_loc seq_lens arrivals words counters tree_starts",
     "*fp32": "cos_sin_cache square_sums next_square_sums partial partial_max partial_sum",
     "*i1": "finite",
     "*fp16": "key_scales value_scales scales origins",
@@ -95,13 +97,24 @@ for grows in (False, True):
     without = () if grows else ("seq_lens_ptr",)
     assert shared_bytes(record_tokens._record_tokens_kernel, sizes, without=without) <= CONSUMER_SHARED_BYTES
 assert shared_bytes(decode_positions._decode_positions_kernel, {"BLOCK_SIZE": 16, "BLOCK": 128}) <= CONSUMER_SHARED_BYTES
+sizes = {"NUM_MOVES": 5, "BLOCK": compact_kv_cache.BLOCK}
+assert shared_bytes(compact_kv_cache._compact_kv_cache_kernel, sizes) == 0
 
-for num_tokens, head_dim, window in ((8, 80, None), (512, 128, 1000), (512, 256, None)):
+NO_TREES = ("tree_mask_ptr", "tree_starts_ptr")
+for num_tokens, head_dim, window, without in (
+    (8, 80, None, NO_TREES),
+    (512, 128, 1000, NO_TREES),
+    (512, 256, None, NO_TREES),
+    (208, 80, None, ()),
+    (208, 64, 1000, ()),
+):
     tiles = attention_tiles.tile_sizes(num_tokens, 8, 3, head_dim, 2)
     constants = {"GROUP": 3, "HEAD_DIM": head_dim, "BLOCK_SIZE": 24, "WINDOW": window, "PDL": window is None}
     constants |= {"NUM_SPLITS": 16 if num_tokens == 8 else 1, "MIN_KEYS": 512}
     constants |= {name.upper(): size for name, size in tiles._asdict().items()}
-    shared = shared_bytes(paged_attention._paged_attention_kernel, constants, tiles.num_warps, tiles.num_stages)
+    shared = shared_bytes(
+        paged_attention._paged_attention_kernel, constants, tiles.num_warps, tiles.num_stages, without
+    )
     assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
 
 for num_splits, head_dim, window, pdl in ((1, 64, None, False), (64, 80, 1000, True)):
@@ -121,7 +134,7 @@ for kv_format in CODES:
 tiles = attention_tiles.tile_sizes(512, 1, 4, 128, 2)
 sizes = constants | {"FORMAT": "int4", "NUM_SPLITS": 16, "MIN_KEYS": 512}
 sizes |= {name.upper(): size for name, size in tiles._asdict().items()}
-shared = shared_bytes(paged_attention._paged_attention_kernel, sizes, tiles.num_warps, tiles.num_stages)
+shared = shared_bytes(paged_attention._paged_attention_kernel, sizes, tiles.num_warps, tiles.num_stages, NO_TREES)
 assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
 sizes = {"BLOCK_SIZE": 24, "NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 128, "FORMAT": "int4", "NUM_SCALES": 2}
 sizes |= {"BLOCK_HEADS": 16, "BLOCK_HALF": 64, "LEVELS": 6}
@@ -132,7 +145,7 @@ assert shared_bytes(store_kv_cache._quantize_vectors_kernel, sizes) <= CONSUMER_
 sizes = {"BITS": 4, "ORIGIN": "float", "GROUP": 128, "BIAS": True, "RESIDUAL": True, "EVEN": True, "EVEN_K": True}
 few = int_linear._few_tokens_kernel
 for block_m, changes in ((1, {"ORIGIN": "none"}), (8, {"BITS": 8}), (16, {"EVEN": False, "GROUP": 96})):
-    cut = {"BLOCK_M": block_m, "BLOCK_N": 32, "SHARES": 4}
+    cut = {"BLOCK_M": block_m, "BLOCK_N": 32, "SHARES": 4, "AHEAD": 2, "ONCE": block_m == 1}
     without = ("origins_ptr",) if changes.get("ORIGIN") == "none" else ()
     assert shared_bytes(few, sizes | cut | changes, without=without) <= CONSUMER_SHARED_BYTES
 cut = {"BLOCK_M": 64, "BLOCK_N": 64, "SPLITS": 4}
@@ -145,7 +158,7 @@ assert shared_bytes(code_matrix._dequantize_codes_kernel, sizes) <= CONSUMER_SHA
 
 EVERYTHING = {"BIAS": True, "RESIDUAL": True, "NEXT_NORM": True, "EVEN_K": False, "BLOCK_PARTS": 64}
 NOTHING = {"BIAS": False, "RESIDUAL": False, "NEXT_NORM": False, "EVEN_K": True, "BLOCK_PARTS": 0}
-NO_CODES = {"BITS": 0, "ORIGIN": "none", "GROUP": 0, "EVEN": False, "SHARES": 1}
+NO_CODES = {"BITS": 0, "ORIGIN": "none", "GROUP": 0, "EVEN": False, "SHARES": 1, "AHEAD": 1, "ONCE": False}
 HEADS = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "BLOCK_SIZE": 24}
 OPTIONAL = {
     "BIAS": ("bias_ptr",),
@@ -172,7 +185,8 @@ for kernel in KERNELS:
         constants = HEADS | flags | {"PDL": True} | {f"BLOCK_{axis}": tiles[i] for i, axis in enumerate("MNK")}
         shared = shared_bytes(kernel, constants, tiles.num_warps, tiles.num_stages, without, boxes)
         assert shared <= limit, (tiles, shared)
-CODES_OF = {"BITS": 4, "ORIGIN": "float", "GROUP": 128, "EVEN": True, "SHARES": 4, "BLOCK_K": 0, "SMALL": False}
+CODES_OF = {"BITS": 4, "ORIGIN": "float", "GROUP": 128, "EVEN": True, "SHARES": 4, "AHEAD": 8, "ONCE": True}
+CODES_OF |= {"BLOCK_K": 0, "SMALL": False}
 for kernel, changes in (
     (norm_gated_linear._norm_gated_linear_kernel, {"BLOCK_M": 1, "BIAS": True}),
     (norm_qkv_rotary_store._norm_qkv_rotary_store_kernel, {"BLOCK_M": 8, "BITS": 8, "ORIGIN": "none", "EVEN": False}),

@@ -113,6 +113,7 @@ def test_launcher_names_what_is_wrong(change: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_an_embedding_past_two_to_the_31_elements(device: torch.device) -> None:
     hidden = 4096
     vocab_size = 2**31 // hidden + 3

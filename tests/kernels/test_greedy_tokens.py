@@ -126,6 +126,7 @@ def test_launcher_names_what_is_wrong(logits: Tensor, message: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_kernel_past_two_to_the_31_elements() -> None:
     vocab_size = 151_936
     num_rows = 2**31 // vocab_size + 2

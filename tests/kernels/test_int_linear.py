@@ -86,7 +86,7 @@ def test_shares_that_all_have_the_same_full_chunks(
     num_tokens: int, tiles: Tiles, num_columns: int, bits: int, origin: str, device: torch.device
 ) -> None:
     """They are loaded without masks."""
-    assert few_tokens_options(num_columns, tiles)["EVEN"]
+    assert few_tokens_options(num_columns, tiles, bits)["EVEN"]
     sizes = {"num_columns": num_columns, "group_size": 128, "num_rows": 21, "num_tokens": num_tokens}
     inputs = OP.make_inputs(torch.float32, device, bits=bits, origin=origin, **sizes)
     torch.testing.assert_close(int_linear(**inputs, tiles=tiles).cpu().double(), naive(inputs), atol=2e-5, rtol=1e-5)

@@ -241,6 +241,7 @@ def test_int4_of_a_head_dim_that_is_no_power_of_two_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_offsets_beyond_2_31(kv_format: str, device: torch.device) -> None:
     """The last slot of a pool of more than 2^31 elements, and the first."""

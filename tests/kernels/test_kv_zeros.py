@@ -14,6 +14,7 @@ from kernels.reference.kv_quantization import DTYPES, quantize
 from kernels.reference.paged_attention import paged_attention as reference
 from kernels.reference.paged_decode_attention import paged_decode_attention as decode_reference
 from kernels.specs import paged_attention as spec
+from kernels.specs.paged_decode_attention import OF_CHUNKS
 from tests.kernels.kv_oracle import FORMATS, decoded
 
 LENGTH, BLOCK, CHANNEL = 40, 16, 5
@@ -49,7 +50,7 @@ def attend(inputs: dict[str, Any], which: str) -> Tensor:
         (reference, decode_reference) if which == "reference" else (paged_attention, paged_decode_attention)
     )
     output = prefill(**inputs)
-    last = {name: value for name, value in inputs.items() if name != "query_start_loc"}
+    last = {name: value for name, value in inputs.items() if name not in OF_CHUNKS}
     last["query"] = inputs["query"][-1:]
     torch.testing.assert_close(decode(**last), output[-1:], atol=1e-4, rtol=1e-4)
     return output.cpu()

@@ -183,6 +183,7 @@ def test_launcher_names_what_is_wrong(change: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_a_weight_past_two_to_the_31_elements(num_tokens: int, device: torch.device) -> None:
     num_columns = 4096
@@ -196,6 +197,7 @@ def test_a_weight_past_two_to_the_31_elements(num_tokens: int, device: torch.dev
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_logits_past_two_to_the_31_elements(device: torch.device) -> None:
     vocab_size = 128_256
     num_tokens = 2**31 // vocab_size + 20

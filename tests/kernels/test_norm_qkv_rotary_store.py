@@ -186,7 +186,7 @@ def test_codes_in_full_shares(tiles: Tiles, num_columns: int, head_dim: int, dev
     codes = {"bits": 4, "num_columns": num_columns, "group_size": 128, "origin": "integer"}
     heads = {"num_heads": 1, "head_dim": head_dim}
     inputs = make_inputs(torch.float32, device, num_tokens=3, num_parts=0, bias=False, **codes | heads)
-    assert few_tokens_options(num_columns, tiles)["EVEN"]
+    assert few_tokens_options(num_columns, tiles, 4)["EVEN"]
     expected = naive(as_matrix(inputs))
     assert_right(norm_qkv_rotary_store(**inputs, tiles=tiles), inputs, expected)
 
@@ -260,6 +260,7 @@ def test_launcher_names_what_is_wrong(change: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_cache_past_two_to_the_31_elements(device: torch.device) -> None:
     num_blocks = 2**31 // (16 * 8 * 128) + 2
     small = make_inputs(torch.float16, device, num_tokens=3, num_heads=32, num_kv_heads=8, head_dim=128)

@@ -25,8 +25,11 @@ CPU = torch.device("cpu")
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 # What never has so many elements: sums of some columns of a token each, tables of block ids, and the slots of one block.
 SMALL = {"square_sums", "block_table", ("key_cache", 1), ("value_cache", 1)}
-# A number or two for each weight row or block, taken contiguous: a launcher refuses other strides.
-DENSE = {("fp8_linear", "scales"), ("int8_linear", "scales"), ("nf4_linear", "steps"), ("nf4_linear", "means")}
+# A number or two for each weight row or block, taken contiguous: a launcher refuses other strides. So are whole caches.
+BYTE_OPS = ("fp8_linear", "int8_linear", "byte_gated_linear", "byte_qkv_rotary_store")
+NF4_OPS = ("nf4_linear", "nf4_gated_linear", "nf4_qkv_rotary_store")
+DENSE = {("compact_kv_cache", "caches"), *((name, "scales") for name in BYTE_OPS)}
+DENSE |= {(name, numbers) for name in NF4_OPS for numbers in ("steps", "means")}
 
 
 def untouched(num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -43,7 +46,7 @@ def spread_out(tensor: Tensor, dim: int) -> Tensor:
     num_rows = tensor.shape[dim]
     strides = list(tensor.movedim(dim, 0).contiguous().movedim(0, dim).stride())
     # A stride that is no int32 itself would make the product an int64 without the kernel's help.
-    strides[dim] = min(INT32 // (num_rows // 2), INT32 - 16)
+    strides[dim] = min(INT32 // (num_rows // 2), INT32 - 16) // 16 * 16  # rows that begin at whole 16 bytes
     length = (num_rows - 1) * strides[dim] + tensor.numel() // num_rows
     assert length > INT32
     return untouched(INT32 + length, tensor.dtype).as_strided(tensor.shape, strides, INT32).copy_(tensor)

@@ -132,6 +132,7 @@ def test_launcher_names_what_is_wrong(change: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_past_two_to_the_31_elements() -> None:
     """The blocks of a small pool, moved to the end of one whose offsets no int32 holds."""
     small = make_inputs(

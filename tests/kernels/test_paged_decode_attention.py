@@ -278,6 +278,7 @@ def test_any_mix_of_lengths_at_full_size(heads: tuple[int, int], head_dim: int, 
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_past_two_to_the_31_elements(device: torch.device) -> None:
     """The blocks of a small pool, moved to the end of one whose offsets no int32 holds."""
     small = make_inputs(torch.float16, device, seq_lens=[40, 700], num_heads=32, num_kv_heads=8, head_dim=128)

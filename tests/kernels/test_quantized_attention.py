@@ -123,6 +123,7 @@ def test_a_damaged_token_is_seen_in_its_request_alone(kv_format: str, device: to
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_offsets_beyond_2_31(kv_format: str, device: torch.device) -> None:
     """A request at the end of a pool of more than 2^31 elements."""

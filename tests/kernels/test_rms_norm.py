@@ -104,6 +104,7 @@ def test_launcher_names_what_is_wrong(change: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_kernel_past_two_to_the_31_elements() -> None:
     from kernels.ops.rms_norm import rms_norm
 

@@ -168,6 +168,7 @@ def test_launcher_names_what_is_wrong(change: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_kernel_past_two_to_the_31_elements() -> None:
     num_blocks = 2**31 // (16 * 8 * 128) + 2
     small = make_inputs(torch.float16, torch.device("cuda"), num_tokens=3, num_heads=32, num_kv_heads=8, head_dim=128)

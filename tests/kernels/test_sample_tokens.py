@@ -283,6 +283,7 @@ def test_kernel_at_full_size_is_the_same_alone_captured_and_on_the_cpu(
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_kernel_past_two_to_the_31_elements() -> None:
     vocab_size = 151_936
     num_rows = 2**31 // vocab_size + 2

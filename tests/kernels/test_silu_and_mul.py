@@ -88,6 +88,7 @@ def test_launcher_names_what_is_wrong(x: torch.Tensor, message: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_kernel_past_two_to_the_31_elements() -> None:
     intermediate = 14_336
     num_tokens = 2**31 // (2 * intermediate) + 2

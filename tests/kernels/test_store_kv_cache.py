@@ -114,6 +114,7 @@ def test_launcher_names_what_is_wrong(change: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_kernel_past_two_to_the_31_elements() -> None:
     num_blocks = 2**31 // (16 * 8 * 128) + 2
     key_cache, value_cache = (torch.zeros(num_blocks, 16, 8, 128, dtype=torch.float16, device="cuda") for _ in range(2))

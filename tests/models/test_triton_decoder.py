@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -19,15 +19,19 @@ from backend.layers.quantized_linear import QuantizedLinear
 from backend.models.decoder import Decoder
 from backend.models.dummy import DUMMY_SHAPES
 from backend.models.model_config import DecoderConfig
+from backend.quantization.base import PackedWeight
+from backend.quantization.fp8 import FP8, FP8Weight, KernelFP8Weight
 from backend.quantization.group_size import CHANNEL
 from backend.quantization.int_weight import KernelIntWeight, ZeroPoint, quantize_by_rounding
+from backend.quantization.nf4 import NF4, KernelNF4Weight, NF4Weight
+from backend.quantization.w8a8_int8 import KernelW8A8Weight, W8A8Int8
 from backend.worker.decoders import ReferenceDecoder, StepDecoder
 from tests.interpreter import interpret_without_cuda
 
 interpret_without_cuda()
 
 from backend.attention.triton import TritonAttention  # noqa: E402
-from backend.models import triton_decoder  # noqa: E402
+from backend.models import quantized_products, triton_decoder  # noqa: E402
 from backend.models.triton_decoder import TritonDecoder  # noqa: E402
 from kernels.ops.projection import Tiles  # noqa: E402
 from kernels.tuning import Shape  # noqa: E402
@@ -216,6 +220,9 @@ def test_every_step_under_a_quantized_head(name: str, monkeypatch: pytest.Monkey
     assert torch.equal(given, decoder.compute_logits(hidden))
 
 
+PARTS = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
+
+
 def quantized(
     config: DecoderConfig, bits: int, zero_point: ZeroPoint, layers: Sequence[int]
 ) -> tuple[Decoder, Decoder]:
@@ -223,7 +230,7 @@ def quantized(
     models = make_model(config), make_model(config)
     for model in models:
         for layer in layers:
-            for name in ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"):
+            for name in PARTS:
                 linear = model.get_submodule(f"layers.{layer}.{name}")
                 weight: Tensor = linear.weight.data  # pyright: ignore[reportAssignmentType]
                 packed = quantize_by_rounding(weight, bits, CHANNEL, zero_point)
@@ -246,6 +253,55 @@ def test_every_step_with_layers_of_codes(
         Run(reference, ReferenceDecoder(reference), ReferenceAttention(), 2),
         play=play_briefly,
     )
+
+
+Method = FP8 | W8A8Int8 | NF4
+
+
+def for_kernels(packed: PackedWeight) -> PackedWeight:
+    """As `prepare` would on a GPU."""
+    if isinstance(packed, NF4Weight):
+        return KernelNF4Weight.of(packed)
+    kernel = KernelFP8Weight if isinstance(packed, FP8Weight) else KernelW8A8Weight
+    return kernel(*(getattr(packed, field.name) for field in fields(packed)))  # type: ignore[arg-type]
+
+
+def stored_by(method: Method, layers: Sequence[int]) -> tuple[Decoder, Decoder]:
+    """As `quantized`, by a method that has a kernel of its own."""
+    models = make_model(BIASED), make_model(BIASED)
+    for model in models:
+        for name in [f"layers.{layer}.{part}" for layer in layers for part in PARTS]:
+            linear = model.get_submodule(name)
+            packed = method.quantize(linear.weight.data)  # type: ignore[union-attr, arg-type]
+            packed = for_kernels(packed) if model is models[0] else packed
+            model.set_submodule(name, QuantizedLinear(packed, linear.bias))  # type: ignore[arg-type]
+    return models
+
+
+def test_every_step_with_a_layer_of_normal_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference = stored_by(NF4(CHANNEL), [1])
+    decoder = make_triton_decoder(model, by_tiles, monkeypatch)
+    assert_same_run(
+        Run(model, decoder, TritonAttention(), 2),
+        Run(reference, ReferenceDecoder(reference), ReferenceAttention(), 2),
+        play=play_briefly,
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "layers"), [(FP8("channel"), [0, 1]), (W8A8Int8(), [1])], ids=["fp8", "int8 in a layer"]
+)
+def test_every_step_with_tokens_in_8_bits(
+    method: FP8 | W8A8Int8, layers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum in another order may round to the next code, so steps of both are near: nearer than rounding moves either."""
+    model, reference = stored_by(method, layers)
+    decoder, whole = make_triton_decoder(model, by_tiles, monkeypatch), make_model(BIASED)
+    ours = play_briefly(Run(model, decoder, TritonAttention(), 2))
+    wanted = play_briefly(Run(reference, ReferenceDecoder(reference), ReferenceAttention(), 2))
+    plain = play_briefly(Run(whole, ReferenceDecoder(whole), ReferenceAttention(), 2))
+    for logits, expected, unquantized in zip(ours, wanted, plain, strict=True):
+        assert (logits - expected).abs().mean() < 0.1 * (expected - unquantized).abs().mean()
 
 
 def test_a_head_of_codes_gives_logits_that_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +355,8 @@ def test_batch_invariant_logits_over_a_quantized_cache_do_not_depend_on_chunks(k
 
 OPS = ("embed_tokens", "norm_qkv_rotary_store", "norm_linear", "norm_gated_linear", "rms_norm")
 LIBRARY_OPS = ("rotary_and_store", "silu_and_mul")
+NARROW_OPS = ("rms_norm_quantize", "silu_and_mul_quantize")
+STORED_OPS = ("byte_qkv_rotary_store", "byte_gated_linear", "nf4_qkv_rotary_store", "nf4_gated_linear")
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -312,8 +370,10 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    for op in OPS + LIBRARY_OPS:
-        monkeypatch.setattr(triton_decoder, op, counted(op, getattr(triton_decoder, op)))
+    for module in (triton_decoder, quantized_products):
+        for op in OPS + LIBRARY_OPS + NARROW_OPS + STORED_OPS:
+            if hasattr(module, op):
+                monkeypatch.setattr(module, op, counted(op, getattr(module, op)))
     return calls
 
 
@@ -335,6 +395,32 @@ def test_layers_of_codes_are_fused_for_few_tokens(
     kv_format = PLAIN if kv_dtype is None else KV_FORMATS[kv_dtype]
     Run(model, decoder, TritonAttention(), 1, kv_format).step({0: random_ids(num_tokens, seed=1)})
     assert tuple(calls[op] for op in OPS + LIBRARY_OPS) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "num_tokens", "kv_dtype", "expected"),
+    [
+        # The final norm and the head are of a matrix.
+        (FP8("channel"), 17, None, (1, 0, 1, 0, 1, 2, 0, 4, 2, 0, 0, 0, 0)),
+        (FP8("channel"), 16, None, (1, 0, 1, 0, 1, 0, 0, 4, 0, 2, 2, 0, 0)),
+        (W8A8Int8(), 17, None, (1, 0, 1, 0, 1, 2, 0, 4, 2, 0, 0, 0, 0)),
+        (W8A8Int8(), 1, "int8", (1, 0, 1, 0, 1, 2, 0, 4, 0, 0, 2, 0, 0)),
+        (FP8("tensor"), 1, None, (1, 0, 1, 0, 5, 2, 2, 0, 0, 0, 0, 0, 0)),  # no token has a scale of its own
+        (NF4(CHANNEL), 17, None, (1, 0, 1, 0, 5, 2, 2, 0, 0, 0, 0, 0, 0)),
+        (NF4(CHANNEL), 16, None, (1, 0, 1, 0, 5, 0, 0, 0, 0, 0, 0, 2, 2)),
+        (NF4(CHANNEL), 1, "int4", (1, 0, 1, 0, 5, 2, 0, 0, 0, 0, 0, 0, 2)),
+    ],
+    ids=str,
+)
+def test_layers_in_8_bits_and_normal_floats_take_few_launches(
+    method: Method, num_tokens: int, kv_dtype: str | None, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = stored_by(method, [0, 1])
+    calls = count_calls(monkeypatch)
+    decoder = make_triton_decoder(model, by_tiles, monkeypatch)
+    kv_format = PLAIN if kv_dtype is None else KV_FORMATS[kv_dtype]
+    Run(model, decoder, TritonAttention(), 1, kv_format).step({0: random_ids(num_tokens, seed=1)})
+    assert tuple(calls[op] for op in OPS + LIBRARY_OPS + NARROW_OPS + STORED_OPS) == expected
 
 
 @pytest.mark.parametrize(
