@@ -13,6 +13,7 @@ from app import formatting, terminal
 from app.cli_models import progress
 from app.cli_options import ConfigSetOption, JsonOption
 from app.settings_input import engine_config
+from backend.core.speculation import is_synthetic
 from backend.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def generate(
             if stats.status == "failed":
                 raise EngineError(stats.error or "the request failed")
         if as_json:
-            terminal.write_document(out, _document(token_ids, samples, sampling))
+            mark = {"synthetic": True} if is_synthetic(config.to_dict()) else {}
+            terminal.write_document(out, mark | _document(token_ids, samples, sampling))
     for stats in samples:
         _say_metrics(stats)
 

@@ -61,7 +61,10 @@ def train(
     ] = 16384,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the conversations and of the training.")] = 0,
     minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Stop after so many and save; the same command goes on.")
+        float | None,
+        typer.Option(
+            min=0.01, help="Stop after so many, but not before something is done, and save; the same command goes on."
+        ),
     ] = None,
     data: Annotated[
         Path | None,
@@ -112,15 +115,18 @@ def train(
         )
         with terminal.Status() as status:
             training = HeadTraining(ensure_model(model, progress(status)), plan, output, data)
-        lines, end = _Lines(), math.inf if minutes is None else started + 60 * minutes
+        lines, deadline = _Lines(), math.inf if minutes is None else started + 60 * minutes
         with terminal.Interruption() as interruption:
-            result = training.run(lines.stage, lines.progress, lambda: bool(interruption) or time.perf_counter() >= end)
+            result = training.run(lines.stage, lines.progress, lambda: bool(interruption), deadline)
         if as_json:
             terminal.write_document(out, _document(output, settings.num_steps, result))
         else:
             terminal.print_table(("Property", "Value"), _rows(result), "l", out)
     if result.config is None:
-        terminal.note(f"stopped with {result.num_tokens:,} of {tokens:,} tokens written; the same command goes on")
+        terminal.note(
+            f"stopped with {min(result.num_tokens, tokens):,} of {tokens:,} tokens written and nothing learnt; the same command "
+            "goes on"
+        )
     elif result.step < settings.num_steps:
         terminal.note(f"stopped at step {result.step:,} of {settings.num_steps:,}; the same command goes on")
     else:

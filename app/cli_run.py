@@ -12,6 +12,7 @@ from app import cli_labs, formatting, terminal
 from app.cli_options import JsonOption, SetOption
 from app.cli_summary import print_summaries
 from app.settings_input import engine_config_and_workload
+from backend.core.speculation import is_synthetic
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -59,7 +60,8 @@ def run(
                 if ended[-1].problem or interruption:
                     break
         if as_json:
-            documents = [run.to_dict() for run in ended]
+            mark = {"synthetic": True} if is_synthetic(config.to_dict()) else {}
+            documents = [run.to_dict() | mark for run in ended]
             terminal.write_document(out, documents[0] if repeat is None else {"runs": documents})
         elif any(run.summary for run in ended):
             print_summaries({run.run_id: run.summary for run in ended if run.summary}, out)

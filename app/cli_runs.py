@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from app import formatting, terminal
+from app.certificate_texts import figures
 from app.cli_ledger import ledger
 from app.cli_options import JsonOption, RunArgument, RunsArgument, run_ids
 from app.cli_output import OutputFile
 from app.cli_summary import print_summaries
+from backend.errors import DatabaseError
 from backend.experiments.compare import compare_runs, flatten, metric_value
 
 if TYPE_CHECKING:
     from app.services import Services
+    from backend.experiments.certificate import Verdict
+    from db.run_rows import Run
 
 _TABLE_ROWS = 50
 _MAX_LIMIT = 10**9
@@ -80,8 +84,12 @@ def show(run: RunArgument, as_json: JsonOption = False) -> None:
     """Everything stored of one run but its requests and steps."""
     with terminal.results() as out, _services() as services:
         stored = services.repository.get_all(run_ids([run]))[0]
+        verdict = _verdict(services, stored)
         if as_json:
-            terminal.write_document(out, {field.name: _plain(getattr(stored, field.name)) for field in fields(stored)})
+            document = {field.name: _plain(getattr(stored, field.name)) for field in fields(stored)}
+            if stored.kind == "certificate":
+                document["verdict"] = None if verdict is None else verdict.to_dict()
+            terminal.write_document(out, document)
             return
         facts = {
             "Status": stored.status,
@@ -99,6 +107,9 @@ def show(run: RunArgument, as_json: JsonOption = False) -> None:
         if stored.summary:
             out.write("\n")
             print_summaries({stored.run_id: stored.summary}, out)
+        if verdict is not None:
+            out.write("\n")
+            terminal.print_table(("Certificate", verdict.result), figures(verdict), "lr", out)
         sections = {
             "Config": (stored.resolved_config or stored.config, _setting),
             "Workload": (stored.workload, _setting),
@@ -137,6 +148,8 @@ def compare(
         comparison = compare_runs(stored, run_ids([baseline])[0] if baseline else None)
         if failures := formatting.failed_requests({run.run_id: run.summary for run in stored}):
             terminal.note(failures)
+        if synthetic := formatting.synthetic_runs({run.run_id: run.config for run in stored}):
+            terminal.note(synthetic)
         if as_json:
             terminal.write_document(out, comparison.to_dict())
             return
@@ -168,12 +181,12 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
 ) -> None:
     """Write stored runs to a file."""
-    from db.export import export_runs
+    from app.services import export_stored_runs
 
     # Within `results` the device named /dev/stdout is stderr.
     file = None if output in ("-", "/dev/stdout") else OutputFile.find(output, force=force)
     with terminal.results() as out, _services() as services:
-        data = export_runs(services.repository, run_ids(names), file_format, table)
+        data = export_stored_runs(services, run_ids(names), file_format, table)
         if file is None:
             out.buffer.write(data)
             return
@@ -185,6 +198,19 @@ def _services() -> Services:
     from app.services import Services
 
     return Services.open()
+
+
+def _verdict(services: Services, run: Run) -> Verdict | None:
+    """Of a certificate; one that is damaged is said and shown without."""
+    from app.services import stored_verdict
+
+    if run.kind != "certificate":
+        return None
+    try:
+        return stored_verdict(services, run.run_id)
+    except DatabaseError as error:
+        terminal.note(f"note: {error}")
+        return None
 
 
 def _metric(name: str, summary: Mapping[str, Any] | None) -> str:

@@ -11,7 +11,7 @@ from app import cli_labs, formatting, terminal
 from app.certificate_texts import figures
 from app.cli_options import ConfigSetOption, JsonOption
 from app.settings_input import engine_config
-from backend.config import DEFAULT_MODEL
+from backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from backend.experiments.certificate import Verdict
@@ -29,8 +29,9 @@ def _group() -> None:
 @spec.command()
 def verify(
     model: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help="A pulled model, a Hugging Face folder, or dummy:<shape>.")
-    ] = DEFAULT_MODEL,
+        str | None,
+        typer.Argument(help="A pulled model, a Hugging Face folder, or dummy:<shape>; by default model.name."),
+    ] = None,
     settings: ConfigSetOption = None,
     prompts: Annotated[
         Path | None,
@@ -68,9 +69,11 @@ def verify(
         "seed": seed,
     }
     given = {name: value for name, value in values.items() if value is not None}
-    config = CertificateConfig.from_dict(
-        {"model": model, "engine": engine_config(None, settings or []).to_dict(), **given}
-    )
+    engine = engine_config(None, settings or [])
+    named = any(setting.partition("=")[0] == "model.name" for setting in settings or [])
+    if named and model not in (None, engine.model.name):
+        raise ConfigError(f"MODEL is {model!r} and model.name is {engine.model.name!r}: name one of them")
+    config = CertificateConfig.from_dict({"model": model or engine.model.name, "engine": engine.to_dict(), **given})
     with (
         terminal.results() as out,
         terminal.Interruption() as interruption,

@@ -22,7 +22,8 @@ _PLAIN = (
 _QUANTILES = ("p50", "p99")
 _LATENCIES = tuple(f"{name}.{q}" for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms") for q in _QUANTILES)
 _SWAPPED = ("preemptions_swapped", "swapped_out_bytes", "swapped_in_bytes")
-_REST = ("kv_cache_usage_max", "preemptions", *_SWAPPED, "peak_memory_bytes")
+_SPECULATION = ("draft_acceptance_rate", "mean_acceptance_length")
+_REST = ("kv_cache_usage_max", "preemptions", *_SWAPPED, *_SPECULATION, "peak_memory_bytes")
 
 
 def print_summaries(summaries: Mapping[int, Mapping[str, Any]], out: TextIO) -> None:

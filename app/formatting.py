@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from backend.core.speculation import is_synthetic
 from backend.metrics.definitions import DEFINITIONS
 from backend.metrics.stats import Phase
 
@@ -138,6 +139,12 @@ def failed_requests(summaries: Mapping[int, Mapping[str, Any] | None]) -> str | 
     if not parts:
         return None
     return f"{', '.join(parts)}; {'its' if len(parts) == 1 else 'their'} figures are of the rest"
+
+
+def synthetic_runs(configs: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """Which runs (by id) accepted drafts at a set rate: "#3: synthetic drafts, ..."."""
+    named = ", ".join(f"#{run_id}" for run_id, config in configs.items() if is_synthetic(config))
+    return f"{named}: synthetic drafts, accepted at a set rate; times are real, tokens mean nothing" if named else None
 
 
 def phase_text(phase: Phase) -> str:

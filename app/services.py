@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from backend.config import EngineConfig
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from backend.experiments.quantization_config import QuantizationLabConfig
     from backend.experiments.run_jobs import Task
     from backend.experiments.run_queue import RunQueue
+    from db.export import Format, Table
 
 
 class Services:
@@ -182,6 +183,20 @@ def stored_verdict(services: Services, run_id: int) -> Verdict | None:
 
     chunks = services.repository.chunks(run_id, CHUNK_KIND)
     return read_verdict(chunks[0][0]) if chunks else None
+
+
+def export_stored_runs(
+    services: Services, run_ids: Sequence[int], file_format: Format, table: Table | None = None
+) -> bytes:
+    """As `export_runs`, certificates with their verdicts. Raises `DatabaseError` also for one that is damaged."""
+    from db.export import export_runs
+
+    verdicts = {}
+    for run in services.repository.get_all(run_ids):
+        verdict = stored_verdict(services, run.run_id) if run.kind == "certificate" else None
+        if verdict is not None:
+            verdicts[run.run_id] = verdict.to_dict()
+    return export_runs(services.repository, run_ids, file_format, table, verdicts)
 
 
 def _submit_task(services: Services, queue: RunQueue, run_id: int, task: Task) -> None:

@@ -7,33 +7,17 @@ config as asked and as resolved. Only values that exist are allowed: others are 
 from __future__ import annotations
 
 import os
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
-from backend.settings import Settings
+from backend.settings import Section, Settings
+from backend.speculative_settings import SpeculativeSettings
 
 DEFAULT_MODEL = "smollm2-135m"
-MAX_SPECULATIVE_TOKENS = 32
 
 
-class _Section(Settings):
-    """A table of the config."""
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _literals_keep_their_type(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python takes True for 1 and 0 for False; a setting does not."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        allowed = get_args(annotation) if get_origin(annotation) is Literal else ()
-        if allowed and not any(type(value) is type(item) and value == item for item in allowed):
-            expected = ", ".join(repr(item) for item in allowed)
-            raise PydanticCustomError("literal_error", "not allowed", {"expected": expected})
-        return value
-
-
-class ModelSettings(_Section):
+class ModelSettings(Section):
     name: str = Field(
         DEFAULT_MODEL, min_length=1, description="A pulled model, a Hugging Face folder, or dummy:<shape>."
     )
@@ -47,7 +31,7 @@ class ModelSettings(_Section):
     )
 
 
-class CacheSettings(_Section):
+class CacheSettings(Section):
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256] = Field(
         16, description="Tokens per KV block: small wastes less, large needs fewer table entries."
     )
@@ -79,7 +63,7 @@ class CacheSettings(_Section):
     )
 
 
-class SchedulerSettings(_Section):
+class SchedulerSettings(Section):
     max_num_seqs: int | None = Field(None, ge=1, le=4096, description="Most requests in one step. CUDA 256, CPU 16.")
     max_num_batched_tokens: int | None = Field(
         None,
@@ -116,7 +100,7 @@ _METHODS_OF_OPTIONS = {
 }
 
 
-class QuantizationSettings(_Section):
+class QuantizationSettings(Section):
     """Of a checkpoint in 16 or 32 bits, as it is loaded; a quantized checkpoint says itself how it is stored."""
 
     method: Literal["int8", "int4", "nf4", "fp8", "w8a8_int8", "llm_int8"] | None = Field(
@@ -174,54 +158,7 @@ class QuantizationSettings(_Section):
         return self
 
 
-class SpeculativeSettings(_Section):
-    """Several tokens of a request in one step: a proposer drafts them, the model verifies all at once."""
-
-    method: Literal["none", "ngram", "draft_model", "eagle", "medusa"] = Field(
-        "none",
-        description="Who drafts. none: nobody, one token a step. ngram: the text so far, what followed the last time its "
-        "end occurred (prompt lookup). draft_model: a smaller model with the same tokenizer. eagle: a head of one layer on "
-        "the model's hidden states. medusa: heads on its last hidden state, one for each token ahead.",
-    )
-    model: str | None = Field(
-        None,
-        min_length=1,
-        description="For draft_model: which one; by default the first third of the target's own layers. For eagle and "
-        "medusa: the folder of the head; by default the one that comes for the model.",
-    )
-    num_speculative_tokens: int = Field(5, ge=1, le=MAX_SPECULATIVE_TOKENS, description="Most tokens of one draft.")
-    adaptive: bool = Field(
-        False,
-        description="Draft fewer tokens, or none, for a request whose drafts are seldom accepted; else always as many.",
-    )
-    ngram_max: int = Field(3, ge=1, le=16, description="For ngram: the longest end of the text that is looked up.")
-    ngram_min: int = Field(1, ge=1, le=16, description="For ngram: the shortest.")
-    max_batch: int | None = Field(
-        None,
-        ge=1,
-        le=4096,
-        description="Nobody speculates while more requests than this decode; by default without limit.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _forget_what_was_null(cls, data: Any) -> Any:
-        """Runs stored before there was speculation carry nulls, also for a `tree`."""
-        if not isinstance(data, dict):
-            return data
-        nulls = ("method", "num_speculative_tokens", "tree")
-        return {key: value for key, value in data.items() if not (key in nulls and value is None)}
-
-    @model_validator(mode="after")
-    def _ngrams_have_a_length(self) -> Self:
-        if self.ngram_min > self.ngram_max:
-            raise ValueError(f"ngram_min = {self.ngram_min} is above ngram_max = {self.ngram_max}")
-        if self.model is not None and self.method in ("none", "ngram"):
-            raise ValueError(f"model = {self.model!r} belongs to method = 'draft_model', 'eagle' or 'medusa'")
-        return self
-
-
-class KernelSettings(_Section):
+class KernelSettings(Section):
     backend: Literal["auto", "triton", "reference"] = Field(
         "auto", description="Implementation of the ops. auto: triton on CUDA, reference (plain torch) on the CPU."
     )
@@ -234,12 +171,12 @@ class KernelSettings(_Section):
     )
 
 
-class TargetSettings(_Section):
+class TargetSettings(Section):
     kind: Literal["in_process"] = "in_process"
     url: None = None
 
 
-class ParallelSettings(_Section):
+class ParallelSettings(Section):
     tensor: Literal[1] = 1
 
 

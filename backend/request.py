@@ -52,7 +52,6 @@ class Request:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     draft_rate: float | None = None  # how often its drafted tokens are accepted, see `AdaptiveLength`
-    num_steps_off: int = 0  # in a row without a draft, because one would lose
     # The unfinished samples of its prompt, itself included, where they share blocks; one list for all. Else None.
     samples: list[Request] | None = field(default=None, repr=False)
 

@@ -11,9 +11,10 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from backend.errors import ConfigError
 
@@ -78,6 +79,21 @@ class Settings(BaseModel, metaclass=_SettingsMeta):
         """16 hex digits of the SHA-256 of the canonical JSON: equal settings, equal hash, in every process."""
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+class Section(Settings):
+    """A table of the engine's config."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _literals_keep_their_type(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python takes True for 1 and 0 for False; a setting does not."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        allowed = get_args(annotation) if get_origin(annotation) is Literal else ()
+        if allowed and not any(type(value) is type(item) and value == item for item in allowed):
+            expected = ", ".join(repr(item) for item in allowed)
+            raise PydanticCustomError("literal_error", "not allowed", {"expected": expected})
+        return value
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

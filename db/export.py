@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from typing import Any, Literal
@@ -24,7 +24,13 @@ Table = Literal["requests", "steps", "runs", "kernels", "quantization"]
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 
 
-def export_runs(repository: RunRepository, run_ids: Sequence[int], format: Format, table: Table | None = None) -> bytes:
+def export_runs(
+    repository: RunRepository,
+    run_ids: Sequence[int],
+    format: Format,
+    table: Table | None = None,
+    verdicts: Mapping[int, Row] | None = None,
+) -> bytes:
     """Export runs, in the order asked for, as UTF-8.
 
     Args:
@@ -33,20 +39,26 @@ def export_runs(repository: RunRepository, run_ids: Sequence[int], format: Forma
         table: `requests`, `steps`, `kernels` and `quantization` give those rows with their `run_id`, `runs` one flat row
             per run with dotted names (`config.cache.block_size`, `summary.ttft_ms.p50`). None in JSON gives each run
             whole, its requests and steps, or its lab's results, in it.
+        verdicts: of certificates by run id, a `verdict` of theirs where runs are given whole or as `runs`.
 
     JSON has null, CSV an empty cell for what does not exist. Lists are JSON text in CSV cells. Numbers are written so that
     they read back equal; text that a spreadsheet would run is prefixed (see `spreadsheet_safe`). Raises `DatabaseError` for
     an unknown run.
     """
     runs = repository.get_all(run_ids)
+    verdicts = verdicts or {}
     if format == "json":
-        document = [_whole(repository, run) for run in runs] if table is None else _rows(repository, runs, table)
+        document = (
+            [_whole(repository, run, verdicts) for run in runs]
+            if table is None
+            else _rows(repository, runs, table, verdicts)
+        )
         # Lone surrogates become \\udXXX, which is how JSON itself spells them.
         return (json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1) + "\n").encode(
             "utf-8", "backslashreplace"
         )
     table = table or _table_of(runs)
-    rows = _rows(repository, runs, table)
+    rows = _rows(repository, runs, table, verdicts)
     header = {
         "requests": _REQUEST_COLUMNS,
         "steps": _STEP_COLUMNS,
@@ -74,7 +86,7 @@ def _table_of(runs: Sequence[Run]) -> Table:
     return "requests"
 
 
-def _rows(repository: RunRepository, runs: Iterable[Run], table: Table) -> list[Row]:
+def _rows(repository: RunRepository, runs: Iterable[Run], table: Table, verdicts: Mapping[int, Row]) -> list[Row]:
     match table:
         case "requests":
             return [row for run in runs for row in repository.requests(run.run_id)]
@@ -85,17 +97,20 @@ def _rows(repository: RunRepository, runs: Iterable[Run], table: Table) -> list[
         case "quantization":
             return [row for run in runs for row in repository.quantization_results(run.run_id)]
         case "runs":
-            return [dict(_flatten(_run_fields(run))) for run in runs]
+            return [dict(_flatten(_run_fields(run, verdicts))) for run in runs]
 
 
-def _whole(repository: RunRepository, run: Run) -> Row:
+def _whole(repository: RunRepository, run: Run, verdicts: Mapping[int, Row]) -> Row:
+    whole = _run_fields(run, verdicts)
     if run.kind in _LABS:
-        return _run_fields(run) | {run.kind: _rows(repository, [run], run.kind)}
-    return _run_fields(run) | {"requests": repository.requests(run.run_id), "steps": repository.steps(run.run_id)}
+        return whole | {run.kind: _rows(repository, [run], run.kind, verdicts)}
+    return whole | {"requests": repository.requests(run.run_id), "steps": repository.steps(run.run_id)}
 
 
-def _run_fields(run: Run) -> Row:
+def _run_fields(run: Run, verdicts: Mapping[int, Row]) -> Row:
     values = {field.name: getattr(run, field.name) for field in fields(Run)}
+    if run.run_id in verdicts:
+        values["verdict"] = verdicts[run.run_id]
     return {
         name: value.isoformat() if isinstance(value, datetime) else plain_data(value) for name, value in values.items()
     }

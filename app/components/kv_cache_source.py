@@ -8,10 +8,9 @@ from typing import Any
 
 import streamlit as st
 
-from app.components import activity, notes
+from app.components import notes, run_pick
 from app.components.kv_cache_steps import StepTimes
 from app.components.run_settings import check_settings, num_blocks_of
-from app.components.run_table import workload_text
 from app.services import Services
 from backend.metrics.ledger import LEDGER_KIND
 from backend.metrics.ledger_reader import LedgerReader
@@ -31,9 +30,9 @@ BLOCKS, PREFIX_CACHE = "Blocks", "Prefix cache"
 
 MAX_POINTS = 300  # of the chart
 _MAX_TIMES = 10_000  # rows: runs with more steps have some of their times interpolated
-_MAX_LISTED = 200
 _MAX_DIGITS = 15  # of a step in the address
 _SOURCE = "kv-source"
+_WHAT = "with a KV cache"
 _NAMES = ("run", "step", "request", "with")  # in the address
 
 
@@ -65,12 +64,9 @@ class Source:
 
 def pick(services: Services) -> Run | None:
     """The run that the address names, by default the one that goes on, else the newest with a ledger."""
-    runs = {run.run_id: run for run in services.repository.list(kind="serve", limit=_MAX_LISTED)}
+    runs = run_pick.listed(services)
     _follow_address(services, runs)
-    if not runs:
-        return None
-    st.selectbox("Run", list(runs), format_func=lambda run_id: run_name(runs[run_id]), key=RUN, on_change=_begin_anew)
-    return runs[st.session_state[RUN]]
+    return run_pick.choose(runs, RUN, _begin_anew) if runs else None
 
 
 def write_address(run_id: int, step: int | None, request: str | None = None) -> None:
@@ -116,10 +112,7 @@ def _follow_address(services: Services, runs: dict[int, Run]) -> None:
     address = tuple(st.query_params.get(name, "") for name in _NAMES)
     if address != state.get(ADDRESS) or RUN not in state:
         asked = parse_run_id(address[0])
-        _add(services, runs, asked)
-        is_known = asked in runs
-        if address[0] and not is_known:
-            _warn_of(address[0])
+        is_known = run_pick.find(services, runs, asked, address[0], _WHAT)
         state[RUN] = asked
         state[STEP] = _step_in(address[1]) if is_known else None
         state[FOLLOW] = state[STEP] is None
@@ -128,34 +121,16 @@ def _follow_address(services: Services, runs: dict[int, Run]) -> None:
         if state[REQUEST] is not None and "view" not in st.query_params:
             state[VIEW] = PREFIX_CACHE
     elif state[RUN] is not None:
-        _add(services, runs, state[RUN])  # it may be older than those that are listed
+        # It may be older than those that are listed, or deleted by now.
+        is_known = run_pick.find(services, runs, state[RUN], str(state[RUN]), _WHAT)
         if state.get(BESIDE) is not None:
             state[BESIDE] = _beside(services, str(state[BESIDE]), state[RUN])
-        if state[RUN] not in runs:
-            _warn_of(str(state[RUN]))
+        if not is_known:
             _begin_anew()
     if state.get(RUN) not in runs:
-        state[RUN], state[STEP], state[FOLLOW] = _default(services, runs), None, True
+        state[RUN], state[STEP], state[FOLLOW] = run_pick.default_with_ledger(services, runs), None, True
     if not runs:
         del state[RUN]
-
-
-def _default(services: Services, runs: dict[int, Run]) -> int | None:
-    snapshot = services.queue.live()
-    if activity.is_active(snapshot) and snapshot.run_id in runs:
-        return snapshot.run_id
-    with_ledger = (run_id for run_id in runs if services.repository.chunks(run_id, LEDGER_KIND))
-    return next(with_ledger, next(iter(runs), None))
-
-
-def _add(services: Services, runs: dict[int, Run], run_id: int | None) -> None:
-    run = services.repository.get(run_id) if run_id is not None and run_id not in runs else None
-    if run is not None and run.kind == "serve":
-        runs[run.run_id] = run
-
-
-def _warn_of(name: str) -> None:
-    st.warning(notes.plain(f"There is no run {name} with a KV cache. It may have been deleted."))
 
 
 def _step_in(text: str) -> int | None:
@@ -177,8 +152,3 @@ def _beside(services: Services, text: str, shown: int | None) -> int | None:
 def _begin_anew() -> None:
     state = st.session_state
     state[STEP], state[FOLLOW], state[REQUEST], state[BESIDE] = None, True, None, None
-
-
-def run_name(run: Run) -> str:
-    """Of what does not change while the run goes on: the browser keeps the name that it has shown."""
-    return f"{run.title}: {run.model}, {workload_text(run.workload)}"

@@ -7,9 +7,10 @@ import streamlit as st
 from app import formatting
 from app.components import kv_cache_waste_source, links, notes, widgets
 from app.components.bars import Share, share_bar
-from app.components.kv_cache_source import BESIDE, MAX_POINTS, run_name
+from app.components.kv_cache_source import BESIDE, MAX_POINTS
 from app.components.kv_cache_waste_chart import height_of, parts_of, waste_chart
 from app.components.kv_cache_waste_source import RunWaste, layout_of
+from app.components.run_pick import run_name
 from app.services import Services
 from app.state import fill_form
 from backend.analysis.kv_size import count_of

@@ -67,14 +67,12 @@ def show(services: Services) -> None:
                 )
         with st.expander("Advanced", icon=":material/tune:"):
             _advanced()
-        busy = activity.is_active(services.queue.live())
         with st.container(horizontal=True, vertical_alignment="center"):
-            st.button(
-                "Add to queue" if busy else "Measure",
-                type="primary",
-                icon=":material/queue:" if busy else ":material/play_arrow:",
+            activity.start_button(
+                services,
+                "Measure",
                 key="quantization-start",
-                help="Waits for the run under way: nothing else may use the device meanwhile." if busy else None,
+                why_queue="Waits for the run under way: nothing else may use the device meanwhile.",
                 on_click=start,
                 args=(services,),
             )

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import streamlit as st
 
 from app.components import links, notes, widgets
-from app.services import Services, start_run
+from app.services import Services, export_stored_runs, start_run
 from app.state import address_of, fill_form
 from backend.config import EngineConfig
 from backend.errors import ServeLabError
 from backend.workload.spec import Workload
-from db.export import Format, Table, export_runs
+from db.export import Format, Table
 from db.run_rows import Run
 
 _ERROR = "action error"
@@ -60,7 +60,7 @@ def export(services: Services, runs: Sequence[Run]) -> None:
         table = st.radio("Content", list(_TABLES), format_func=lambda name: _TABLES[name], key="export-table")
         st.download_button(
             "Download",
-            data=lambda: export_runs(services.repository, ids, file_format, table),
+            data=lambda: export_stored_runs(services, ids, file_format, table),
             file_name=f"servelab-{'-'.join(map(str, ids[:5]))}-{table}.{file_format}",
             mime=_MIMES[file_format],
             icon=":material/download:",

@@ -95,6 +95,8 @@ def show(repository: RunRepository, runs: Sequence[Run], baseline: int | None) -
     names = {run.run_id: run.title for run in runs}
     if failures := formatting.failed_requests({run.run_id: run.summary for run in runs}):
         st.warning(notes.plain(failures), icon=":material/warning:")
+    if synthetic := formatting.synthetic_runs({run.run_id: run.config for run in runs}):
+        st.warning(notes.plain(synthetic), icon=":material/warning:")
     if len(runs) == 2:
         links.scheduler_link(runs[0].run_id, "Their schedules on one time axis", beside=runs[1].run_id)
     _figures(comparison, names)

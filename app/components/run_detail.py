@@ -12,6 +12,7 @@ from app.components import activity, figures, links, live_panel, notes, palette,
 from app.components.run_table import workload_text
 from app.components.speculation_pick import method_of
 from app.services import Services
+from backend.core.speculation import is_synthetic
 from backend.metrics.stats import DEFINITIONS, Phase
 from db.run_rows import Run
 
@@ -53,6 +54,8 @@ def _heading(services: Services, run: Run) -> None:
     with st.container(horizontal=True, vertical_alignment="center"):
         st.title(f"Run {notes.plain(run.title)}", anchor=False, width="content")
         notes.status_badge(run.status)
+        if is_synthetic(run.config):
+            st.badge("synthetic", color="orange", icon=":material/casino:")
     st.caption(
         notes.plain(f"{run.model}: {workload_text(run.workload)}. Created {formatting.timestamp(run.created_at)}.")
     )

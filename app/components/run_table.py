@@ -11,6 +11,7 @@ import pandas as pd
 import streamlit as st
 
 from app.components.form_fields import ARRIVAL_KINDS, TRACES
+from backend.core.speculation import is_synthetic
 from backend.experiments.compare import metric_value
 from backend.experiments.quantization_config import variant_name
 from backend.workload.prompts import BUILT_IN_PROMPTS
@@ -81,7 +82,8 @@ def asked_text(run: Run) -> str:
             return quantization_text(run.config)
         case "certificate":
             return certificate_text(run.config)
-    return workload_text(run.workload)
+    synthetic = ", synthetic drafts" if is_synthetic(run.config) else ""
+    return f"{workload_text(run.workload)}{synthetic}"
 
 
 def lab_text(config: Mapping[str, Any]) -> str:

@@ -6,10 +6,9 @@ import math
 
 import streamlit as st
 
-from app.components import activity, notes
-from app.components.run_table import workload_text
+from app.components import run_pick
+from app.components.run_pick import run_name
 from app.services import Services
-from backend.metrics.ledger import LEDGER_KIND
 from db.run_ids import parse_run_id
 from db.run_rows import Run
 
@@ -21,19 +20,18 @@ FOLLOW = "scheduler-follow"
 
 _ADDRESS = "scheduler-address"
 _NAMES = ("run", "beside", "request", "from", "to")
-_MAX_LISTED = 200
+_WHAT = "with a schedule"
 
 
 def pick(services: Services) -> list[Run]:
     """The run that the address names, by default the one that goes on, else the newest with a ledger; and the one beside."""
-    runs = {run.run_id: run for run in services.repository.list(kind="serve", limit=_MAX_LISTED)}
+    runs = run_pick.listed(services)
     _follow_address(services, runs)
     if not runs:
         return []
     state = st.session_state
     with st.grid(2, min_column_width=280):
-        st.selectbox("Run", list(runs), format_func=lambda key: _name(runs[key]), key=RUN, on_change=_begin_anew)
-        chosen = runs[state[RUN]]
+        chosen = run_pick.choose(runs, RUN, _begin_anew)
         others = sorted((run for run in runs.values() if run is not chosen), key=lambda run: _unlike(run, chosen))
         if state.get(BESIDE) == chosen.run_id:
             state[BESIDE] = None
@@ -41,7 +39,7 @@ def pick(services: Services) -> list[Run]:
             "Beside",
             [run.run_id for run in others],
             index=None,
-            format_func=lambda key: _name(runs[key]) + ("" if _unlike(runs[key], chosen) else ", same workload"),
+            format_func=lambda key: run_name(runs[key]) + ("" if _unlike(runs[key], chosen) else ", same workload"),
             key=BESIDE,
             placeholder="no other run",
             disabled=not others,
@@ -76,7 +74,7 @@ def _follow_address(services: Services, runs: dict[int, Run]) -> None:
     if address != state.get(_ADDRESS) or RUN not in state:
         asked = [parse_run_id(text) for text in address[:2]]
         for run_id, text in zip(asked, address, strict=False):
-            _find(services, runs, run_id, text)
+            run_pick.find(services, runs, run_id, text, _WHAT)
         state[RUN], state[BESIDE] = asked
         is_known = asked[0] in runs or not address[0]
         state[REQUEST] = address[2] or None if is_known else None
@@ -84,24 +82,15 @@ def _follow_address(services: Services, runs: dict[int, Run]) -> None:
         state[FOLLOW] = state[WINDOW] is None
     else:  # they may be older than those that are listed, or deleted by now
         for key in (RUN, BESIDE):
-            _find(services, runs, state.get(key), str(state.get(key) or ""))
+            run_pick.find(services, runs, state.get(key), str(state.get(key) or ""), _WHAT)
         if state[RUN] not in runs:
             state[REQUEST] = state[BESIDE] = None
     if state.get(RUN) not in runs:
-        state[RUN], state[WINDOW], state[FOLLOW] = _default(services, runs), None, True
+        state[RUN], state[WINDOW], state[FOLLOW] = run_pick.default_with_ledger(services, runs), None, True
     if state.get(BESIDE) not in runs:
         state[BESIDE] = None
     if not runs:
         del state[RUN]
-
-
-def _find(services: Services, runs: dict[int, Run], run_id: int | None, name: str) -> None:
-    """See to it that the run is among `runs`; say so when something is named that there is not."""
-    run = services.repository.get(run_id) if run_id is not None and run_id not in runs else None
-    if run is not None and run.kind == "serve":
-        runs[run.run_id] = run
-    if name and run_id not in runs:
-        st.warning(notes.plain(f"There is no run {name} with a schedule. It may have been deleted."))
 
 
 def _window(begin: str, end: str) -> tuple[float, float] | None:
@@ -112,14 +101,6 @@ def _window(begin: str, end: str) -> tuple[float, float] | None:
     return window if all(map(math.isfinite, window)) and window[0] < window[1] else None
 
 
-def _default(services: Services, runs: dict[int, Run]) -> int | None:
-    snapshot = services.queue.live()
-    if activity.is_active(snapshot) and snapshot.run_id in runs:
-        return snapshot.run_id
-    with_ledger = (run_id for run_id in runs if services.repository.chunks(run_id, LEDGER_KIND))
-    return next(with_ledger, next(iter(runs), None))
-
-
 def _begin_anew() -> None:
     st.session_state[WINDOW], st.session_state[FOLLOW] = None, True
 
@@ -127,8 +108,3 @@ def _begin_anew() -> None:
 def _unlike(run: Run, other: Run) -> bool:
     """Sorts runs of the same workload before others."""
     return (run.model, run.workload) != (other.model, other.workload)
-
-
-def _name(run: Run) -> str:
-    """Of what does not change while the run goes on: the browser keeps the name that it has shown."""
-    return f"{run.title}: {run.model}, {workload_text(run.workload)}"

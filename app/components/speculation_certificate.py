@@ -14,6 +14,7 @@ from app.components.run_table import certificate_text
 from app.components.speculation_pick import CERTIFICATE, method_of
 from app.services import Services, start_certificate_run, stored_verdict
 from backend.config import EngineConfig
+from backend.core.speculation import is_synthetic
 from backend.errors import DatabaseError, ServeLabError
 from backend.experiments.certificate import Verdict
 from backend.experiments.certificate_config import CertificateConfig
@@ -30,6 +31,9 @@ def show(services: Services, run: Run | None) -> None:
         run: of a workload, whose settings are certified; None: there is none.
     """
     wanted = None if run is None or method_of(run) is None else _config_of(run)
+    if run is not None and is_synthetic(run.config):
+        text = f"Run #{run.run_id} has synthetic drafts, accepted at a set rate: there is no exactness to certify."
+        st.info(text, icon=":material/casino:")
     certificates = {each.run_id: each for each in services.repository.list(kind="certificate", limit=_MAX_LISTED)}
     _start(services, wanted)
     shown = _pick(services, certificates, wanted)
@@ -52,10 +56,12 @@ def show(services: Services, run: Run | None) -> None:
 
 
 def _config_of(run: Run) -> CertificateConfig | None:
-    """What certifies the run's settings; None for those of a version that knew others."""
+    """What certifies the run's settings; None for those of a version that knew others, and where there is nothing to certify."""
     try:
         engine = EngineConfig.from_dict(run.config)
-        return CertificateConfig(model=engine.model.name, engine=engine)
+        config = CertificateConfig(model=engine.model.name, engine=engine)
+        _ = config.speculative_engine
+        return config
     except ServeLabError:
         return None
 

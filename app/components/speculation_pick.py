@@ -7,8 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from app.components import activity, notes
-from app.components.run_table import workload_text
+from app.components import run_pick
 from app.services import Services
 from app.state import address_of, run_ids_in
 from backend.analysis.same_requests import request_differences
@@ -29,7 +28,7 @@ ROUNDS, SPEEDUP, PROPOSERS, CERTIFICATES = "Rounds", "Speedup", "Proposers", "Ce
 _ADDRESS = "speculation-address"
 _NAMES = ("run", "with", "beside", "request", "round", "certificate")
 _OF_A_RUN = (WITH, BESIDE, REQUEST, ROUND)
-_MAX_LISTED = 200
+_WHAT = "of a workload"
 _MAX_DIGITS = 9  # of a round in the address
 Row = Mapping[str, Any]  # of a request, by column name
 
@@ -38,12 +37,9 @@ _NONE = "none"  # in the address: nobody is to stand there
 
 def pick(services: Services) -> Run | None:
     """The run that the address names, by default the one that goes on, else the newest that speculated."""
-    runs = {run.run_id: run for run in services.repository.list(kind="serve", limit=_MAX_LISTED)}
+    runs = run_pick.listed(services)
     _follow_address(services, runs)
-    if not runs:
-        return None
-    st.selectbox("Run", list(runs), format_func=lambda run_id: run_name(runs[run_id]), key=RUN, on_change=_begin_anew)
-    return runs[st.session_state[RUN]]
+    return run_pick.choose(runs, RUN, _begin_anew, run_name) if runs else None
 
 
 def write_address() -> None:
@@ -81,24 +77,30 @@ def method_of(run: Run) -> str | None:
 
 
 def method_text(run: Run) -> str:
-    """ "ngram, k = 5", "draft_model smollm2-135m, k = 3", or "without speculation"."""
+    """ "ngram, k = 5", "draft_model smollm2-135m, k = 3", "lookahead 14 × 5, k = 5", "synthetic at 0.7, k = 5, always", or
+    "without speculation".
+    """
     method, settings = method_of(run), settings_of(run)
     if method is None:
         return "without speculation"
+    rate = settings.get("synthetic_acceptance")
     name = f"{method} {settings['model']}" if settings.get("model") else method
-    adaptive = ", adaptive" if settings.get("adaptive") else ""
-    return f"{name}, k = {settings.get('num_speculative_tokens')}{adaptive}"
+    name = name if rate is None else f"{name} at {rate:g}"
+    if method == "lookahead":
+        name = f"{name} {settings.get('lookahead_window')} × {settings.get('lookahead_ngram')}"
+    always = ", always" if settings.get("adaptive") is False else ""
+    return f"{name}, k = {settings.get('num_speculative_tokens')}{always}"
 
 
 def run_name(run: Run) -> str:
-    """Of what does not change while the run goes on: the browser keeps the name that it has shown."""
-    return f"{run.title}: {run.model}, {workload_text(run.workload)}, {method_text(run)}"
+    """As `run_pick.run_name`, and how it speculates."""
+    return f"{run_pick.run_name(run)}, {method_text(run)}"
 
 
 def same_questions(services: Services, run: Run) -> list[Run]:
     """The other finished runs of the same model and workload, newest first."""
     listed = services.repository.list(
-        kind="serve", statuses={"finished"}, models={run.model} if run.model else None, limit=_MAX_LISTED
+        kind="serve", statuses={"finished"}, models={run.model} if run.model else None, limit=run_pick.MAX_LISTED
     )
     return [other for other in listed if other.run_id != run.run_id and other.workload == run.workload]
 
@@ -132,11 +134,11 @@ def _follow_address(services: Services, runs: dict[int, Run]) -> None:
     if address != state.get(_ADDRESS) or RUN not in state:
         _take(services, runs, dict(zip(_NAMES, address, strict=True)))
     else:  # it may be older than those that are listed, or deleted by now
-        _find(services, runs, state[RUN], str(state[RUN]))
+        run_pick.find(services, runs, state[RUN], str(state[RUN]), _WHAT)
     if state.get(RUN) not in runs:
         for key in _OF_A_RUN:
             state[key] = None
-        state[RUN] = _default(services, runs)
+        state[RUN] = run_pick.default(services, runs, _speculates)
     if not runs:
         del state[RUN]
 
@@ -149,8 +151,7 @@ def _take(services: Services, runs: dict[int, Run], address: dict[str, str]) -> 
         state[VIEW], asked = CERTIFICATES, None
         address = dict.fromkeys(_NAMES, "") | {"certificate": str(named.run_id)}
     state[CERTIFICATE] = parse_run_id(address["certificate"])
-    if address["run"]:
-        _find(services, runs, asked, address["run"])
+    run_pick.find(services, runs, asked, address["run"], _WHAT)
     state[RUN] = asked
     is_known = asked in runs or not address["run"]
     state[WITH] = parse_run_id(address["with"]) if is_known else None
@@ -158,27 +159,15 @@ def _take(services: Services, runs: dict[int, Run], address: dict[str, str]) -> 
     state[REQUEST] = address["request"] or None if is_known else None
     state[ROUND] = _number(address["round"]) if is_known else None
     if state[RUN] is None and asked is None:
-        state[RUN] = _default(services, runs)
+        state[RUN] = run_pick.default(services, runs, _speculates)
 
 
-def _find(services: Services, runs: dict[int, Run], run_id: int | None, name: str) -> None:
-    """See to it that the run is among `runs`; say so when there is none."""
-    run = services.repository.get(run_id) if run_id is not None and run_id not in runs else None
-    if run is not None and run.kind == "serve":
-        runs[run.run_id] = run
-    if run_id not in runs:
-        st.warning(notes.plain(f"There is no run {name} of a workload. It may have been deleted."))
+def _speculates(run: Run) -> bool:
+    return method_of(run) is not None
 
 
 def _number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS else None
-
-
-def _default(services: Services, runs: dict[int, Run]) -> int | None:
-    snapshot = services.queue.live()
-    if activity.is_active(snapshot) and snapshot.run_id in runs:
-        return snapshot.run_id
-    return next((run_id for run_id, run in runs.items() if method_of(run)), next(iter(runs), None))
 
 
 def _begin_anew() -> None:

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backend.metrics.ledger_reader import Chunk
-from backend.metrics.speculation_ledger import Round, read_rounds
+from backend.metrics.speculation_ledger import Round, RoundTable, read_table
 
-_MAX_DECODED = 4  # chunks whose rounds are kept
+_MAX_DECODED = 4  # chunks whose tables are kept
 
 
 class RoundColumns(NamedTuple):
@@ -65,31 +65,27 @@ class RoundHistory:
         self._places: dict[str, int] = {}
         self._parts: list[RoundColumns] = []
         self._chunks: list[bytes] = []
-        self._decoded: dict[int, list[Round]] = {}
+        self._decoded: dict[int, RoundTable] = {}
 
     def extend(self, chunks: Iterable[Chunk]) -> None:
         """Take in chunks of the run's ledger, in order. Raises `DatabaseError` for a damaged one; those before it stay."""
         for data, _, last_step in chunks:
-            rounds = read_rounds(data)
-            for each in rounds:
-                if each.request_id not in self._places:
-                    self._places[each.request_id] = len(self.request_ids)
-                    self.request_ids.append(each.request_id)
-            whole = [
-                (
-                    each.step,
-                    self._places[each.request_id],
-                    len(each.draft_token_ids),
-                    each.num_accepted,
-                    each.num_emitted,
-                )
-                for each in rounds
-            ]
-            times = [(each.draft_ms, each.verify_ms) for each in rounds]
+            table = read_table(data)
+            places = np.zeros(len(table.request_ids), dtype=np.int64)
+            for index in np.unique(table.request).tolist():
+                request_id = table.request_ids[index]
+                places[index] = self._places.setdefault(request_id, len(self.request_ids))
+                if places[index] == len(self.request_ids):
+                    self.request_ids.append(request_id)
             self._parts.append(
                 RoundColumns(
-                    *np.array(whole, dtype=np.int64).reshape(-1, 5).T,
-                    *np.array(times, dtype=np.float64).reshape(-1, 2).T,
+                    table.step,
+                    places[table.request],
+                    table.num_drafted,
+                    table.num_accepted,
+                    table.num_emitted,
+                    table.draft_ms.astype(np.float64),
+                    table.verify_ms.astype(np.float64),
                 )
             )
             self._chunks.append(data)
@@ -131,14 +127,14 @@ class RoundHistory:
         found = []
         for row in rows.tolist():
             chunk = int(np.searchsorted(ends, row, side="right"))
-            found.append(self._rounds_of(chunk)[row - int(ends[chunk]) + len(self._parts[chunk].step)])
+            found.append(self._table_of(chunk).round(row - int(ends[chunk]) + len(self._parts[chunk].step)))
         return found
 
-    def _rounds_of(self, chunk: int) -> list[Round]:
+    def _table_of(self, chunk: int) -> RoundTable:
         if chunk not in self._decoded:
             while len(self._decoded) >= _MAX_DECODED:
                 del self._decoded[next(iter(self._decoded))]
-            self._decoded[chunk] = read_rounds(self._chunks[chunk])
+            self._decoded[chunk] = read_table(self._chunks[chunk])
         return self._decoded[chunk]
 
 

@@ -16,7 +16,8 @@ import numpy as np
 from backend.analysis.draft_rounds import PositionRate, RoundColumns, acceptance_length
 from backend.analysis.speculation import Prediction, RoundCost, predict_each
 
-ONCE_A_ROUND = frozenset({"ngram", "medusa"})  # methods whose draft costs the same however long it is
+# Methods whose draft costs the same however long it is.
+ONCE_A_ROUND = frozenset({"ngram", "medusa", "lookahead", "synthetic"})
 
 StepRow = Mapping[str, Any]  # of `StepStats`, by name
 

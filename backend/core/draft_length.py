@@ -1,50 +1,112 @@
-"""`AdaptiveLength`: how many tokens to draft for a request, by how many of its drafts were accepted lately.
+"""`AdaptiveLength`: how many tokens to draft for the requests of a step, by how many of their drafts were accepted lately.
 
-The number with which a round is expected to yield most tokens per time, in the closed form of Leviathan et al. 2023 for one rate
-at every position. Time is not measured but taken from fixed costs: so a request's tokens do not depend on a clock.
+The number with which a step is expected to yield most tokens per time, in the closed form of Leviathan et al. 2023 for one rate
+at every position:
+
+    speedup = (1 + accepted tokens of a round) / (1 + k (draft cost + verify cost))
+
+Times are not measured but taken from fixed costs, and rates are counted: so a request's tokens do not depend on a clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from backend.analysis.speculation import constant_rate_length
 from backend.request import Request
 
-# Of each token that is verified beside the first, in plain steps: a step of six tokens takes 2.1 plain ones on a CPU, which has
-# to compute them, and hardly more than one on a card, which waits for its weights.
-VERIFY_COST = {"cpu": 0.22, "cuda": 0.03}
 FIRST_RATE = 0.6  # of a request of which nothing is known
 MEMORY = 0.9  # what a tested token leaves of the rate before it
-PROBE_STEPS = 16  # after so many steps without a draft a request is tried again
+PROBE_STEPS = 32  # in one step of so many, a token is drafted for whose drafts are left out
 _RESOLUTION = 100  # of rates
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """A step over n tokens takes 1 + slope (n - 1) times as long as one over a single token.
+
+    Attributes:
+        per_draft: of a drafted token besides, in plain steps: attention over more queries, the accept test.
+    """
+
+    slope: float
+    per_draft: float
+
+
+# A CPU computes what it verifies: six tokens take 2.1 times as long as one. A card waits for its weights, and doubles the time
+# of a step with some 200 tokens.
+_DEVICES = {"cpu": _Device(0.22, 0.0), "cuda": _Device(0.005, 0.025)}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCost:
+    """What a drafted token costs, in plain steps: those that give each request of the same batch one token.
+
+    Attributes:
+        draft: of drafting it.
+        device: "cpu" or "cuda".
+    """
+
+    draft: float = 0.0
+    device: str = "cpu"
+
+    def verify(self, batch_size: int) -> float:
+        """Of verifying a token more for each of so many requests."""
+        device = _DEVICES.get(self.device, _DEVICES["cpu"])
+        return device.per_draft + device.slope * batch_size / (1 + device.slope * (batch_size - 1))
+
+    def token(self, batch_size: int) -> float:
+        """Of both. It is the least acceptance rate with which a draft pays."""
+        return self.draft + self.verify(batch_size)
 
 
 class AdaptiveLength:
     """Args:
     most: tokens of a draft.
-    token_cost: of each drafted token and its verification, in plain steps.
     """
 
-    def __init__(self, most: int, token_cost: float) -> None:
-        self._best = [
-            max(
-                range(most + 1),
-                key=lambda k, rate=place / _RESOLUTION: constant_rate_length(rate, k) / (1 + token_cost * k),
-            )
-            for place in range(_RESOLUTION + 1)
+    def __init__(self, most: int, cost: DraftCost) -> None:
+        self._cost = cost
+        self._lengths = [
+            [constant_rate_length(place / _RESOLUTION, k) for k in range(most + 1)] for place in range(_RESOLUTION + 1)
         ]
+        self._best: dict[int, list[int]] = {}  # batch size -> rate -> tokens
+        self._num_steps = 0
 
-    def limit(self, request: Request) -> int:
-        """How many tokens to draft for a request in this step; 0 where drafts would cost more than they bring."""
-        rate = FIRST_RATE if request.draft_rate is None else request.draft_rate
-        best = self._best[round(rate * _RESOLUTION)]
-        if best:
-            request.num_steps_off = 0
-            return best
-        request.num_steps_off = (request.num_steps_off + 1) % PROBE_STEPS
-        return int(request.num_steps_off == 0)
+    def limits(self, requests: Sequence[Request]) -> list[int]:
+        """How many tokens to draft for each of the requests that decode in a step; 0 where drafts cost more than they bring.
+
+        Drafts of one request hold up all the others: where the step as a whole would lose, nobody drafts.
+        """
+        if not requests:
+            return []
+        places = [round(_rate_of(request) * _RESOLUTION) for request in requests]
+        best = self._best_with(len(requests))
+        limits = [best[place] for place in places]
+        mean_length = sum(self._lengths[place][k] for place, k in zip(places, limits, strict=True)) / len(limits)
+        drafting = self._cost.draft * max(limits)
+        verifying = self._cost.verify(len(limits)) * sum(limits) / len(limits)
+        if mean_length <= 1 + drafting + verifying:
+            limits = [0] * len(limits)
+        self._num_steps += 1
+        # For all in the same step: they share the passes of a draft model.
+        return [max(1, k) for k in limits] if self._num_steps % PROBE_STEPS == 0 else limits
 
     def learn(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """A round of the request has ended."""
-        rate = FIRST_RATE if request.draft_rate is None else request.draft_rate
-        rate = 1 - (1 - rate) * MEMORY**num_accepted
+        rate = 1 - (1 - _rate_of(request)) * MEMORY**num_accepted
         request.draft_rate = rate * MEMORY if num_accepted < num_draft_tokens else rate
+
+    def _best_with(self, batch_size: int) -> list[int]:
+        if batch_size not in self._best:
+            cost = self._cost.token(batch_size)
+            self._best[batch_size] = [
+                max(range(len(of_rate)), key=lambda k, of_rate=of_rate: of_rate[k] / (1 + cost * k))
+                for of_rate in self._lengths
+            ]
+        return self._best[batch_size]
+
+
+def _rate_of(request: Request) -> float:
+    return FIRST_RATE if request.draft_rate is None else request.draft_rate

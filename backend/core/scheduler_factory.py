@@ -8,7 +8,7 @@ from functools import partial
 from backend.config import EngineConfig
 from backend.core.admission import ContinuousBatching, StaticBatching
 from backend.core.block_hash import BlockHash
-from backend.core.draft_length import VERIFY_COST, AdaptiveLength
+from backend.core.draft_length import AdaptiveLength, DraftCost
 from backend.core.kv_cache_manager import KVCacheManager
 from backend.core.kv_groups import KVGroupSpec
 from backend.core.kv_layouts import ContiguousKVCacheManager
@@ -55,12 +55,13 @@ def make_scheduler(
     scheduler_class = RecomputeScheduler if cache.layout == "none" else Scheduler
     if config.speculative.method != "none":
         speculative = config.speculative
-        most, verify_cost = speculative.num_speculative_tokens, VERIFY_COST.get(config.model.device, VERIFY_COST["cpu"])
+        most, cost = speculative.num_speculative_tokens, DraftCost(draft_cost, config.model.device)
         scheduler_class = partial(
             SpeculativeScheduler,
             num_speculative_tokens=most,
-            length=AdaptiveLength(most, verify_cost + draft_cost) if speculative.adaptive else None,
+            length=AdaptiveLength(most, cost) if speculative.adaptive else None,
             max_batch=speculative.max_batch,
+            num_window_tokens=speculative.num_window_tokens,
         )
     return scheduler_class(
         manager,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from backend.config import EngineConfig
-from backend.core.draft_length import PROBE_STEPS
+from backend.core.draft_length import FIRST_RATE, PROBE_STEPS, DraftCost
 from backend.errors import ConfigError
 
+SYNTHETIC = "synthetic"  # of `speculative.method`
 HEAD_METHODS = ("eagle", "medusa")  # of `speculative.method`, those that read the target's hidden states
 
 
@@ -17,16 +21,36 @@ def check_speculation(config: EngineConfig) -> None:
             f"speculative.method = {method!r} does not go together with cache.layout = {layout!r}: without keys and values "
             "of the tokens before them drafts cannot be verified together; allowed are 'paged', 'contiguous'"
         )
+    if config.speculative.method == SYNTHETIC and not config.model.name.startswith("dummy:"):
+        raise ConfigError(
+            f"speculative.method = {SYNTHETIC!r} accepts drafts at a set rate and makes the tokens of {config.model.name!r} "
+            "meaningless; allowed are models named dummy:<shape>, whose tokens mean nothing"
+        )
+
+
+def is_synthetic(config: Mapping[str, Any]) -> bool:
+    """Whether a stored config is one whose drafts are accepted at a set rate: its times are real, and its tokens are not."""
+    settings = config.get("speculative")
+    return isinstance(settings, Mapping) and settings.get("method") == SYNTHETIC
+
+
+def refuse_synthetic(config: EngineConfig, what: str) -> None:
+    """Raise `ConfigError` for what such a config has none of: "quality", "exactness"."""
+    if config.speculative.method == SYNTHETIC:
+        raise ConfigError(
+            f"speculative.method = {SYNTHETIC!r} has no {what}: its drafts are accepted at a set rate, whatever the model says"
+        )
 
 
 def resolve_speculation(
-    resolved: EngineConfig, longest_draft: int | None = None
+    resolved: EngineConfig, longest_draft: int | None = None, draft_cost: float = 0.0
 ) -> tuple[EngineConfig, tuple[str, ...]]:
     """Turn off what speculation cannot do, and say where it is off itself; a sentence each.
 
     Args:
         resolved: the config, whose other fields are resolved already.
         longest_draft: tokens that the proposer can draft at most; None: any number.
+        draft_cost: of a drafted token, in steps of the target.
     """
     settings, notices = resolved.speculative, []
     if settings.method == "none":
@@ -37,20 +61,27 @@ def resolve_speculation(
             f"speculative.num_speculative_tokens is {longest_draft} instead of {settings.num_speculative_tokens}: the head "
             "drafts no more."
         )
-    if settings.method in HEAD_METHODS and not resolved.kernels.enforce_eager:
-        resolved = resolved.with_overrides({"kernels.enforce_eager": True})
-        notices.append(
-            f"kernels.enforce_eager is on: speculative.method = {settings.method!r} reads hidden states, which the CUDA "
-            "graphs do not leave."
-        )
     if settings.max_batch is not None:
         notices.append(
             f"speculation is off in steps in which more than {settings.max_batch:,} requests decode (speculative.max_batch)."
         )
-    if settings.adaptive:
+    if settings.method == SYNTHETIC:
+        resolved = resolved.with_overrides({"speculative.adaptive": False})
         notices.append(
-            "speculation is off for requests whose drafts are accepted so seldom that it would lose; they are tried again "
-            f"every {PROBE_STEPS} steps (speculative.adaptive)."
+            f"speculation is synthetic: each drafted token is accepted with probability {settings.synthetic_acceptance:g}, "
+            "whatever the model says, and always as many are drafted. Times are real; the tokens mean nothing."
+        )
+    else:
+        notices.append(_where_it_loses(resolved, draft_cost))
+    if settings.method == "draft_model" and settings.model is None:
+        notices.append(
+            "drafts come from the target's first layers, which were not trained to predict tokens by themselves: few may be "
+            "accepted (speculative.model names a model that was)."
+        )
+    if resolved.quantization.method == "llm_int8":
+        notices.append(
+            "quantization.method = 'llm_int8' takes its outlier columns from all tokens of a step: under speculation, with "
+            "drafts among them, logits differ a little from plain decoding's, and greedy tokens may where the two best are close."
         )
     if resolved.scheduler.async_scheduling:
         resolved = resolved.with_overrides({"scheduler.async_scheduling": False})
@@ -59,3 +90,17 @@ def resolve_speculation(
             "many drafts were accepted."
         )
     return resolved, tuple(notices)
+
+
+def _where_it_loses(resolved: EngineConfig, draft_cost: float) -> str:
+    if not resolved.speculative.adaptive:
+        return "speculation goes on where it loses: speculative.adaptive is off."
+    cost, most = DraftCost(draft_cost, resolved.model.device), resolved.scheduler.max_num_seqs
+    alone = cost.token(1)
+    with_all = f", {cost.token(most):.2f} with {most:,}" if most and most > 1 else ""
+    begins = "" if alone < FIRST_RATE else " It begins switched off."
+    return (
+        f"speculation is off in steps in which it would lose (speculative.adaptive): a drafted token costs about {alone:.2f} "
+        f"plain steps with one request{with_all}, and drafts pay that are accepted more often than that.{begins} One step in "
+        f"{PROBE_STEPS} drafts all the same, to see."
+    )

@@ -24,8 +24,9 @@ class SpeculativeScheduler(Scheduler):
 
     Args:
         num_speculative_tokens: most drafts of a request in one step.
-        length: how many of them are worth it for a request; None: always all.
+        length: how many of them are worth it; None: always all.
         max_batch: nobody drafts in a step in which more requests decode; None: however many.
+        num_window_tokens: that run behind each draft and are never accepted; without room for all of them there is no draft.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class SpeculativeScheduler(Scheduler):
         num_speculative_tokens: int,
         length: AdaptiveLength | None = None,
         max_batch: int | None = None,
+        num_window_tokens: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._num_speculative_tokens = num_speculative_tokens
         self._length = length
         self._max_batch = max_batch
+        self._num_window_tokens = num_window_tokens
         self._num_kept_blocks: dict[str, int] = {}  # since the last step, of requests that gave some back
 
     def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
@@ -101,17 +104,20 @@ class SpeculativeScheduler(Scheduler):
         return output
 
     def _grant_drafts(self, plan: StepPlan) -> dict[str, int]:
-        """How many tokens may be drafted for whom; what is left of the budget is shared out evenly."""
+        """How many tokens may be drafted for whom, a window's included; what is left of the budget is shared out evenly."""
         requests = [request for request, num_tokens in plan.num_tokens.items() if num_tokens == 1 and _decodes(request)]
         granted: dict[str, int] = {}
         if self._max_batch is not None and len(requests) > self._max_batch:
             return granted
+        most = self._length.limits(requests) if self._length else [self._num_speculative_tokens] * len(requests)
         for place, request in enumerate(requests):
             share = -(-plan.budget // (len(requests) - place))
             # One token comes on top of the drafts, be they accepted or not.
             num_left = request.max_num_tokens - len(request.token_ids) - 1
-            most = self._length.limit(request) if self._length else self._num_speculative_tokens
-            num_drafts = self._reserve(plan, request, min(most, num_left, share))
+            if self._num_window_tokens:
+                num_drafts = self._reserve_window(plan, request, min(most[place], num_left), share)
+            else:
+                num_drafts = self._reserve(plan, request, min(most[place], num_left, share))
             if num_drafts:
                 plan.budget -= num_drafts
                 granted[request.request_id] = num_drafts
@@ -127,6 +133,14 @@ class SpeculativeScheduler(Scheduler):
             return request.num_slots - num_tokens
         plan.add(request, 0, allocation.block_ids)
         return num_drafts
+
+    def _reserve_window(self, plan: StepPlan, request: Request, num_drafts: int, share: int) -> int:
+        """The same with a window behind the drafts, which is whole and may reach beyond the request's own end."""
+        room = min(share, self.max_model_len - len(request.token_ids)) - self._num_window_tokens
+        num_tokens = min(num_drafts, room) + self._num_window_tokens
+        if num_tokens <= self._num_window_tokens:
+            return 0
+        return num_tokens if self._reserve(plan, request, num_tokens) == num_tokens else 0
 
 
 def _decodes(request: Request) -> bool:

@@ -22,16 +22,19 @@ from backend.models.dummy import DUMMY_SHAPES
 from backend.models.loader import LoadedModel
 from backend.models.model_config import DecoderConfig, load_decoder_config
 from backend.models.sources import ModelSource, resolve_source
+from backend.spec_decode.heads.head_config import refuse_head
 from backend.spec_decode.vocabulary import check_same_tokens
 from backend.tokenizer import Tokenizer, load_tokenizer
 from backend.worker.device import choose_device
 from backend.worker.executor import InProcessExecutor
 from backend.worker.head_runner import HeadModelRunner
+from backend.worker.lookahead_runner import LookaheadModelRunner
 from backend.worker.model_runner import ModelRunner
 from backend.worker.speculative_runner import SpeculativeModelRunner
 
 # By `speculative.method`; all others have a `SpeculativeModelRunner`.
 _RUNNERS: dict[str, type[ModelRunner]] = {"none": ModelRunner} | dict.fromkeys(HEAD_METHODS, HeadModelRunner)
+_RUNNERS["lookahead"] = LookaheadModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def files_fingerprint(config: EngineConfig) -> object:
     folders = [source.path]
     if draft is not None:
         has_head = config.speculative.method in HEAD_METHODS
-        folders.append(Path(draft).expanduser() if has_head else resolve_source(draft).path)
+        folders.append(Path(draft).expanduser() if has_head else _resolve_draft(draft).path)
     files = [
         (path, path.stat().st_size, path.stat().st_mtime_ns)
         for folder in folders
@@ -84,7 +87,7 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
     resolved = config.resolve(device=device, max_model_len=decoder_config.max_position_embeddings)
     tokenizer = load_tokenizer(source)
     if resolved.speculative.method == "draft_model" and resolved.speculative.model is not None:
-        check_same_tokens(source, resolve_source(resolved.speculative.model))
+        check_same_tokens(source, _resolve_draft(resolved.speculative.model))
     runner = _RUNNERS.get(resolved.speculative.method, SpeculativeModelRunner)(resolved)
     try:
         loaded = runner.load_model(
@@ -95,7 +98,9 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
         resolved, notices = _fit_to_pool(config, resolved, num_blocks, runner.kv_groups)
         resolved, layout_notices = resolve_layout(resolved)
         speculating = runner if isinstance(runner, SpeculativeModelRunner) else None
-        resolved, speculation_notices = resolve_speculation(resolved, speculating and speculating.longest_draft)
+        draft_cost = speculating.draft_cost if speculating else 0.0
+        longest_draft = speculating.longest_draft if speculating else None
+        resolved, speculation_notices = resolve_speculation(resolved, longest_draft, draft_cost)
         assert resolved.model.max_model_len is not None
         if speculating:
             speculation_notices += speculating.notices(resolved.model.max_model_len)
@@ -115,7 +120,7 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
         decoder_config.vocab_size,
         eos_token_ids,
         _prefix_key(resolved, source, decoder_config),
-        speculating.draft_cost if speculating else 0.0,
+        draft_cost,
     )
     memory = runner.memory()
     info = EngineInfo(
@@ -135,6 +140,12 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
         notices=(*loaded.notices, *notices, *layout_notices, *speculation_notices),
     )
     return LoadedEngine(engine, tokenizer, info)
+
+
+def _resolve_draft(model: str) -> ModelSource:
+    """Raises `ConfigError` for the folder of a head, and as `resolve_source`."""
+    refuse_head(model)
+    return resolve_source(model)
 
 
 def _prefix_key(resolved: EngineConfig, source: ModelSource, decoder_config: DecoderConfig) -> BlockHash | None:

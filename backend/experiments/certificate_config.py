@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from backend.config import DEFAULT_MODEL, EngineConfig
+from backend.core.speculation import refuse_synthetic
 from backend.errors import ConfigError
 from backend.sampling_params import SamplingParams
 from backend.settings import Settings
@@ -54,12 +55,15 @@ class CertificateConfig(Settings):
 
     @property
     def speculative_engine(self) -> EngineConfig:
-        """Raises `ConfigError` where there is nothing to certify."""
+        """It drafts wherever it can: what is left out where it would lose is not compared. Raises `ConfigError` where there is
+        nothing to certify.
+        """
         if self.engine.speculative.method == "none":
             raise ConfigError(
                 "there is no speculation to certify: set speculative.method, as in speculative.method=ngram"
             )
-        return self.engine.with_overrides({"model.name": self.model})
+        refuse_synthetic(self.engine, "exactness that a certificate could test")
+        return self.engine.with_overrides({"model.name": self.model, "speculative.adaptive": False})
 
     @property
     def plain_engine(self) -> EngineConfig:

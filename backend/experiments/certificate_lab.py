@@ -202,9 +202,15 @@ class _Lab:
         )
 
     def _notices(self) -> tuple[str, ...]:
+        notices = ()
+        if self.config.engine.speculative.adaptive:
+            notices = (
+                "speculative.adaptive was turned off: a certificate is of all that can be drafted, whether it pays or not.",
+            )
         if self.config.num_samples >= DEFAULT_NUM_SAMPLES:
-            return ()
+            return notices
         return (
+            *notices,
             f"{self.config.num_samples:,} samples are fewer than the {DEFAULT_NUM_SAMPLES:,} that show known faults 99 times "
             "out of 100; one may go unnoticed.",
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from backend.config import EngineConfig
 from backend.core.kv_cache_manager import KVGroupSpec
 from backend.core.kv_format import KV_FORMATS
+from backend.core.speculation import refuse_synthetic
 from backend.errors import CapacityError, ConfigError
 from backend.models.sources import ModelSource
 
@@ -80,7 +81,9 @@ def load_text_model(source: ModelSource, config: EngineConfig) -> TextModel:
     from backend.worker.device import choose_device
     from backend.worker.kv_cache import KVCacheShape
     from backend.worker.model_runner import DTYPES
+    from backend.worker.out_of_memory import is_out_of_memory
 
+    refuse_synthetic(config, "quality")
     device = choose_device(config)
     resolved = config.resolve(device=device, max_model_len=2**31 - 1)
     dtype = DTYPES[resolved.model.dtype]
@@ -88,7 +91,9 @@ def load_text_model(source: ModelSource, config: EngineConfig) -> TextModel:
         torch.set_num_threads(config.kernels.cpu_threads)
     try:
         loaded = load_model(source, device=torch.device(device), dtype=dtype, quantization=config.quantization)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise CapacityError(
             f"{source.name} does not fit the GPU in {resolved.model.dtype}: choose a smaller model or free the card"
         ) from None

@@ -18,8 +18,8 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from backend.errors import DatabaseError
 from backend.metrics.ledger import LedgerChunk
@@ -57,6 +57,13 @@ class Round:
     num_emitted: int  # tokens that were delivered: one more than accepted, or fewer where the output ended among them
     draft_ms: float  # of all rounds of the step
     verify_ms: float
+
+
+def round_to_dict(each: Round) -> dict[str, Any]:
+    """Plain data for JSON, without the step."""
+    values = asdict(each)
+    del values["step"]
+    return values
 
 
 @dataclass(slots=True)
@@ -129,7 +136,57 @@ def _encode(steps: Sequence[_Step]) -> bytes:
     return zlib.compress(b"".join((head, names, *written)), level=1)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundTable:
+    """The rounds of a chunk by column, in the order of their steps: int64 and, where they end in `_ms`, float32 [num_rounds].
+
+    Attributes:
+        request: place in `request_ids`, which are in the order of their first rounds.
+        ends: of the round's drafted tokens in `draft_token_ids` int64 and the probabilities float16, each [num_drafts].
+    """
+
+    request_ids: list[str]
+    step: np.ndarray
+    request: np.ndarray
+    position: np.ndarray
+    token_id: np.ndarray
+    num_drafted: np.ndarray
+    num_accepted: np.ndarray
+    num_emitted: np.ndarray
+    draft_ms: np.ndarray
+    verify_ms: np.ndarray
+    ends: np.ndarray
+    draft_token_ids: np.ndarray
+    target_probs: np.ndarray
+    accept_probs: np.ndarray
+    draft_probs: np.ndarray
+
+    def round(self, row: int) -> Round:
+        end = int(self.ends[row])
+        drafts = slice(end - int(self.num_drafted[row]), end)
+        return Round(
+            step=int(self.step[row]),
+            request_id=self.request_ids[self.request[row]],
+            position=int(self.position[row]),
+            draft_token_ids=tuple(self.draft_token_ids[drafts].tolist()),
+            draft_probs=tuple(self.draft_probs[drafts].tolist()),
+            target_probs=tuple(self.target_probs[drafts].tolist()),
+            accept_probs=tuple(self.accept_probs[drafts].tolist()),
+            num_accepted=int(self.num_accepted[row]),
+            token_id=int(self.token_id[row]),
+            num_emitted=int(self.num_emitted[row]),
+            draft_ms=float(self.draft_ms[row]),
+            verify_ms=float(self.verify_ms[row]),
+        )
+
+
 def read_rounds(data: bytes) -> list[Round]:
+    """The rounds of a chunk one by one. Raises as `read_table`."""
+    table = read_table(data)
+    return [table.round(row) for row in range(len(table.step))]
+
+
+def read_table(data: bytes) -> RoundTable:
     """One chunk. Raises `DatabaseError` when it is damaged or written by a newer version."""
     try:
         return _decoded(data)
@@ -139,7 +196,7 @@ def read_rounds(data: bytes) -> list[Round]:
         raise DatabaseError("the speculation ledger is damaged: its parts do not fit together") from None
 
 
-def _decoded(data: bytes) -> list[Round]:
+def _decoded(data: bytes) -> RoundTable:
     raw = zlib.decompress(data)
     magic, version, num_steps, num_rounds, num_drafts, names_size = _HEAD.unpack_from(raw)
     if magic == _MAGIC and version != _VERSION:
@@ -158,27 +215,11 @@ def _decoded(data: bytes) -> list[Round]:
     steps, counts, draft_ms, verify_ms, indices, positions, token_ids, drafted, accepted, emitted, *drafts = columns
     if int(counts.sum()) != num_rounds or int(drafted.sum()) != num_drafts:
         raise ValueError("counts do not add up")
-    step_of = [step for step, count in enumerate(counts.tolist()) for _ in range(count)]
-    begins = (drafted.cumsum() - drafted).tolist()
-    draft_ids, target, accept, draft = (column.tolist() for column in drafts)
-    return [
-        Round(
-            step=int(steps[place]),
-            request_id=ids[indices[row]],
-            position=int(positions[row]),
-            draft_token_ids=tuple(draft_ids[begin:end]),
-            draft_probs=tuple(draft[begin:end]),
-            target_probs=tuple(target[begin:end]),
-            accept_probs=tuple(accept[begin:end]),
-            num_accepted=int(accepted[row]),
-            token_id=int(token_ids[row]),
-            num_emitted=int(emitted[row]),
-            draft_ms=float(draft_ms[place]),
-            verify_ms=float(verify_ms[place]),
-        )
-        for row, (place, begin) in enumerate(zip(step_of, begins, strict=True))
-        for end in (begin + int(drafted[row]),)
-    ]
+    if num_rounds and int(indices.max()) >= len(ids):
+        raise IndexError("a round is of no request")
+    step, draft_ms, verify_ms = (column.repeat(counts) for column in (steps, draft_ms, verify_ms))
+    of_a_round = step, indices, positions, token_ids, drafted, accepted, emitted, draft_ms, verify_ms
+    return RoundTable(ids, *of_a_round, drafted.cumsum(), *drafts)
 
 
 def _columns(raw: bytes, offset: int, widths: Sequence[tuple[str, int]]) -> list[np.ndarray]:

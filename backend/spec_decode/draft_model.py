@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from backend.attention.backend import AttentionBackend
-from backend.attention.metadata import LayerCache
+from backend.attention.metadata import AttentionMetadata, LayerCache
 from backend.sample.metadata import copy_to
 from backend.spec_decode.draft_sampling import DraftSampling
-from backend.spec_decode.proposer import DraftOutput, DraftRequest
+from backend.spec_decode.proposer import DraftChain, DraftOutput, DraftRequest
 from backend.spec_decode.spans import Spans
 from backend.worker.decoders import StepDecoder
 from backend.worker.step_tensors import HostBuffers, to_device
@@ -47,6 +47,7 @@ class DraftModelProposer:
         spans: where the requests' tokens have their slots.
         vocab_size: of the target; more or fewer rows of the draft's head are padding.
         max_num_tokens: most tokens of one pass.
+        choose: one of `SamplerOps.greedy_tokens`.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class DraftModelProposer:
         max_num_tokens: int,
         num_passes: int,
         device: torch.device,
+        choose: Callable[[Tensor], tuple[Tensor, Tensor]] = greedy_tokens,
     ) -> None:
         self._draft = draft
+        self._choose = choose
         self._spans = spans
         self._vocab_size = vocab_size
         self._max_num_tokens = max_num_tokens
@@ -91,6 +94,24 @@ class DraftModelProposer:
         limit = self._draft.max_position_embeddings
         self._catch_up({request_id: min(end, limit) for request_id, (_, end) in spans.items()})
 
+    def prepare(self, requests: Sequence[DraftRequest]) -> list[int] | None:
+        ends = {it.request_id: len(self._texts[it.request_id]) + it.max_tokens for it in requests}
+        if max(ends.values()) > self._draft.max_position_embeddings:
+            return None
+        if not self._draft.shares_cache:
+            self._catch_up({it.request_id: len(self._texts[it.request_id]) - 1 for it in requests})
+            self._num_computed |= ends
+        return [it.max_tokens for it in requests]
+
+    def draft(self, chain: DraftChain) -> Tensor:
+        drafted, token_ids = [], chain.last_token_ids
+        for metadata in chain.passes[:-1]:
+            token_ids = self._choose(self._to_target(self._forward(token_ids, chain.rows, metadata)))[0]
+            drafted.append(token_ids)
+        if not self._draft.shares_cache:  # should all be accepted, nothing is missing of them
+            self._forward(token_ids, chain.rows, chain.passes[-1])
+        return torch.stack(drafted, dim=1)
+
     def propose(self, requests: Sequence[DraftRequest]) -> DraftOutput:
         limit = self._draft.max_position_embeddings
         counts = [min(it.max_tokens, max(0, limit + 1 - len(self._texts[it.request_id]))) for it in requests]
@@ -112,7 +133,7 @@ class DraftModelProposer:
             places = copy_to(np.array(rows, dtype=np.int64), self._device)
             logits = self._logits(tokens, ends, None if index == 0 else drafted[places, index - 1])
             if probs is None or sampling is None:
-                drafted[places, index] = greedy_tokens(logits)[0]
+                drafted[places, index] = self._choose(logits)[0]
             else:
                 drafted[places, index], probs[places, index] = sampling.draw(logits, places, index)
             self._num_computed |= dict(zip(ids, ends, strict=True))
@@ -131,7 +152,11 @@ class DraftModelProposer:
 
     def _logits(self, tokens: Mapping[str, Sequence[int]], ends: Sequence[int], drafted: Tensor | None) -> Tensor:
         """float32 [num_reqs, vocab_size] of the target, behind the last token of each."""
-        logits = self._draft.decoder.compute_logits(self._hidden(tokens, ends, drafted))
+        return self._to_target(self._hidden(tokens, ends, drafted))
+
+    def _to_target(self, hidden: Tensor) -> Tensor:
+        """Logits float32 [num_rows, vocab_size] of the target's vocabulary, of the draft's hidden states."""
+        logits = self._draft.decoder.compute_logits(hidden)
         missing = self._vocab_size - logits.shape[1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
@@ -141,13 +166,11 @@ class DraftModelProposer:
         """Run tokens, which are `drafted` if that is given; the hidden states of each request's last one."""
         step = self._spans.span(tokens, ends)
         tensors = to_device(step, self._uploads, self._device)
-        draft = self._draft
         token_ids = tensors.token_ids if drafted is None else drafted
-        if draft.vocab_size < self._vocab_size:
-            token_ids = token_ids.clamp(
-                max=draft.vocab_size - 1
-            )  # padding of the target's, which a draft may guess wrong
-        hidden = draft.decoder.forward(
-            token_ids, tensors.token_rows, draft.last_tokens, draft.layer_caches, tensors.metadata, draft.attention
-        )
-        return hidden[tensors.logits_indices]
+        return self._forward(token_ids, tensors.token_rows, tensors.metadata)[tensors.logits_indices]
+
+    def _forward(self, token_ids: Tensor, rows: Tensor, metadata: AttentionMetadata) -> Tensor:
+        draft = self._draft
+        if draft.vocab_size < self._vocab_size:  # padding of the target's, which a draft may guess wrong
+            token_ids = token_ids.clamp(max=draft.vocab_size - 1)
+        return draft.decoder.forward(token_ids, rows, draft.last_tokens, draft.layer_caches, metadata, draft.attention)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,18 @@ class DraftVocabulary:
     token_ids: int64 [draft_vocab], ascending.
     rows: [draft_vocab, hidden], of the target's output head.
     vocab_size: the target's.
+    choose: one of `SamplerOps.greedy_tokens`.
     """
 
-    def __init__(self, token_ids: Tensor, rows: Tensor, vocab_size: int) -> None:
+    def __init__(
+        self,
+        token_ids: Tensor,
+        rows: Tensor,
+        vocab_size: int,
+        choose: Callable[[Tensor], tuple[Tensor, Tensor]] = greedy_tokens,
+    ) -> None:
         self.token_ids = token_ids
+        self._choose = choose
         self.vocab_size = vocab_size
         self.num_parameters = rows.numel()
         size, hidden_size = rows.shape
@@ -32,6 +40,10 @@ class DraftVocabulary:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [num_rows, draft_vocab] of what the target's output head would take, float [num_rows, hidden]."""
         return self._output(hidden).float()
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """The target's id of each row's largest logit, int64 [num_rows]."""
+        return self.token_ids[self._choose(logits)[0]]
 
 
 class DraftsInProgress:
@@ -62,12 +74,13 @@ class DraftsInProgress:
         """
         vocabulary = self._vocabulary
         if self._sampling is None or self._probs is None:
-            best = greedy_tokens(logits)[0]
+            token_ids = vocabulary.likeliest(logits)
         else:
-            best, probs = self._sampling.draw(logits, places, index)
+            drawn, probs = self._sampling.draw(logits, places, index)
             self._probs[places[:, None], index, vocabulary.token_ids] = probs
-        self._token_ids[places, index] = vocabulary.token_ids[best]
-        return self._token_ids[places, index]
+            token_ids = vocabulary.token_ids[drawn]
+        self._token_ids[places, index] = token_ids
+        return token_ids
 
     def output(self) -> DraftOutput:
         return DraftOutput(self._token_ids, self.counts, self._probs)

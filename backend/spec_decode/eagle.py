@@ -15,9 +15,10 @@ from backend.attention.metadata import AttentionMetadata, LayerCache
 from backend.sample.metadata import copy_to
 from backend.spec_decode.draft_vocabulary import DraftsInProgress, DraftVocabulary
 from backend.spec_decode.heads.eagle import EagleHead
-from backend.spec_decode.proposer import DraftOutput, DraftRequest, TargetStep
+from backend.spec_decode.proposer import DraftChain, DraftOutput, DraftRequest, TargetStep
 from backend.spec_decode.spans import Spans
 from backend.spec_decode.step_reader import StepReader
+from backend.worker.decoders import StepDecoder
 from backend.worker.step_tensors import HostBuffers, to_device
 
 
@@ -28,7 +29,7 @@ class EagleDraft:
     head: EagleHead
     vocabulary: DraftVocabulary
     embedding: Tensor  # [vocab_size, hidden], the target's
-    cos_sin_cache: Tensor  # the target's
+    decoder: StepDecoder  # of the target, which runs the head's layer as one of its own
     layer_cache: LayerCache  # of the head's one layer, in the blocks of the target's first KV group
     attention: AttentionBackend
 
@@ -57,13 +58,27 @@ class EagleProposer(StepReader):
         self._features = states
 
     def observe(self, step: TargetStep) -> None:
-        assert step.features is not None
-        hidden = self._run(step.next_token_ids, step.features, step.metadata)
+        self.read(step)
+        self.observed()
+
+    def read(self, step: TargetStep) -> None:
+        hidden = self._run(step.next_token_ids, step.states, step.metadata)
         self._features.index_copy_(0, step.rows, hidden.index_select(0, step.last_indices))
-        self._unseen.clear()
+
+    def prepare(self, requests: Sequence[DraftRequest]) -> list[int]:
+        return [0 if it.request_id in self._unseen else it.max_tokens for it in requests]
+
+    def draft(self, chain: DraftChain) -> Tensor:
+        vocabulary, head = self._draft.vocabulary, self._draft.head
+        features, drafted = self._features.index_select(0, chain.rows), []
+        for index in range(chain.num_tokens):
+            if index:
+                features = self._run(drafted[-1], features, chain.passes[index - 1])
+            drafted.append(vocabulary.likeliest(vocabulary.logits(head.final_norm(features))))
+        return torch.stack(drafted, dim=1)
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftOutput:
-        counts = [0 if it.request_id in self._unseen else it.max_tokens for it in requests]
+        counts = self.prepare(requests)
         drafts = DraftsInProgress(requests, counts, self._draft.vocabulary)
         rows = np.array([it.row for it in requests], dtype=np.int64)
         features = self._features[copy_to(rows, self._device)]
@@ -84,12 +99,5 @@ class EagleProposer(StepReader):
     def _run(self, token_ids: Tensor, features: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Run entries: tokens int64 [num_tokens] beside the features before them; the features that come next."""
         draft = self._draft
-        return draft.head(
-            F.embedding(token_ids, draft.embedding),
-            features,
-            metadata.positions,
-            draft.cos_sin_cache,
-            draft.layer_cache,
-            metadata,
-            draft.attention,
-        )
+        joined = draft.head.join(F.embedding(token_ids, draft.embedding), features)
+        return draft.decoder.run_layer(draft.head.layer, joined, draft.layer_cache, metadata, draft.attention)

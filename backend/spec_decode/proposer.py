@@ -12,9 +12,9 @@ from backend.attention.metadata import AttentionMetadata
 from backend.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftRequest:
-    """A request that is to be drafted for."""
+    """A request that is to be drafted for. Not `frozen` only because that takes several times as long to build."""
 
     request_id: str
     max_tokens: int  # of the draft, at least 1; there are slots for them behind the request's last token
@@ -70,17 +70,53 @@ class Proposer(Protocol):
 class TargetStep:
     """What a step of the target leaves for a head to read. All tensors lie on its device."""
 
-    hidden: Tensor  # float [num_tokens, hidden], as the target's `StepDecoder` gives it
-    features: Tensor | None  # float [num_tokens, hidden], fused as the head does it; None for one that takes none
+    # float [num_tokens, hidden]: what the head reads of each token, the hidden states as the target's `StepDecoder` gives them,
+    # or features fused as the head does it.
+    states: Tensor
     next_token_ids: Tensor  # int64 [num_tokens], what came behind each; behind a rejected draft any
     metadata: AttentionMetadata
     rows: Tensor  # int64 [num_reqs], of the batch's persistent arrays
     last_indices: Tensor  # int64 [num_reqs], of each request's last token in the step that was not rejected
 
 
-class HeadProposer(Proposer, Protocol):
+@dataclass(frozen=True, slots=True)
+class DraftChain:
+    """The requests of a step in which all decode, as the device sees them. Padding rows write to the null block only."""
+
+    last_token_ids: Tensor  # int64 [num_rows], the token that the target has not run yet
+    rows: Tensor  # int64 [num_rows], of the batch's persistent arrays
+    # Of single tokens: the last one, then each drafted one. A row that drafts fewer is padding in those behind.
+    passes: Sequence[AttentionMetadata]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the longest draft."""
+        return len(self.passes) - 1
+
+
+class ChainProposer(Proposer, Protocol):
+    """A proposer whose greedy drafts come from the device alone: they can be recorded in a CUDA graph."""
+
+    def prepare(self, requests: Sequence[DraftRequest]) -> list[int] | None:
+        """The host's part of a draft that `draft` makes: how many tokens it has for each; None: `propose` is to be asked."""
+        ...
+
+    def draft(self, chain: DraftChain) -> Tensor:
+        """Greedy tokens for each row, int64 [num_rows, chain.num_tokens]. Reads nothing of the host's."""
+        ...
+
+
+class HeadProposer(ChainProposer, Protocol):
     """A proposer that reads the target's hidden states."""
 
     def observe(self, step: TargetStep) -> None:
-        """A step of the target has run. Asked for every one, before the next `propose`."""
+        """A step of the target has run. Asked for every one, before the next draft."""
+        ...
+
+    def read(self, step: TargetStep) -> None:
+        """The device's part of `observe`, which a CUDA graph can record."""
+        ...
+
+    def observed(self) -> None:
+        """The host's part of `observe`."""
         ...

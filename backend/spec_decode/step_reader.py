@@ -14,6 +14,10 @@ class StepReader:
     def begin(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         self._unseen.add(request_id)
 
+    def observed(self) -> None:
+        """A step has been read, with all requests that there are."""
+        self._unseen.clear()
+
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         """The steps tell."""
 

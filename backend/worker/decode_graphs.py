@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
-from backend.models.triton_decoder import TritonDecoder
+from backend.worker.decoders import StepDecoder
+from backend.worker.graph_pass import GraphPass, Keep
 from backend.worker.input_batch import SAMPLED_TOKEN, RepeatInput, StepInput
 from backend.worker.step_tensors import HostBuffers, write_parts
 from kernels.ops.decode_positions import decode_positions
@@ -27,6 +29,8 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 
 # With few requests, how attention is best cut depends on how long they are: those sizes have a second, shorter graph.
 SHORT_CONTEXT = 4096
 MAX_SIZE_WITH_SHORT = 32
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +49,14 @@ class _Graph:
     block_tables: Tensor  # int32 [num_groups, size, width]
     query_start_loc: Tensor  # int32 [size + 1]; kept because a replay may read it
     output: DecodeOutput
+    left: GraphPass | None
 
 
 class DecodeGraphs:
     """A step's arrays are copied into a graph's tensors; after that it moves on by itself, as long as the batch stays.
+
+    Attributes:
+        left: by the last replay; None where nothing is kept.
 
     Args:
     sampled_token_ids: int64, the last token of each row; the last row is the padding's.
@@ -56,11 +64,12 @@ class DecodeGraphs:
     max_num_reqs: largest batch.
     max_num_blocks: blocks of the longest request.
     num_groups: KV groups of the model.
+    keep: what is to be kept of each pass; None: nothing.
     """
 
     def __init__(
         self,
-        decoder: TritonDecoder,
+        decoder: StepDecoder,
         attention: AttentionBackend,
         layer_caches: list[LayerCache],
         sampled_token_ids: Tensor,
@@ -70,7 +79,10 @@ class DecodeGraphs:
         max_num_blocks: int,
         block_size: int,
         num_groups: int = 1,
+        keep: Keep | None = None,
     ) -> None:
+        self._keep = keep
+        self.left: GraphPass | None = None
         self._decoder = decoder
         self._attention = attention
         self._layer_caches = layer_caches
@@ -100,6 +112,11 @@ class DecodeGraphs:
         for size, width in self._keys():
             self._graphs[size, width] = self._capture(size, width, pool)
             on_progress()
+
+    @property
+    def all_left(self) -> list[GraphPass]:
+        """What each graph leaves."""
+        return [graph.left for graph in self._graphs.values() if graph.left is not None]
 
     def _keys(self) -> list[tuple[int, int]]:
         return [(size, width) for size in reversed(self._sizes) for width in reversed(self._widths_of(size))]
@@ -153,6 +170,7 @@ class DecodeGraphs:
 
     def _run(self, graph: _Graph, num_reqs: int) -> DecodeOutput:
         graph.graph.replay()
+        self.left = graph.left
         return DecodeOutput(graph.output.logits[:num_reqs], graph.output.outcomes[:num_reqs])
 
     def _widths_of(self, size: int) -> tuple[int, ...]:
@@ -170,11 +188,11 @@ class DecodeGraphs:
         block_tables = self._block_tables[:num_entries].view(self._num_groups, size, width)
         query_start_loc = torch.arange(size + 1, dtype=torch.int32, device=self._device)
 
-        def run() -> DecodeOutput:
+        def run() -> tuple[DecodeOutput, GraphPass | None]:
             positions, slot_mapping = decode_positions(seq_lens, block_tables[0], self._block_size)
             metadata = AttentionMetadata(
                 query_start_loc=query_start_loc,
-                seq_lens=seq_lens,
+                seq_lens=seq_lens if self._keep is None else seq_lens.clone(),  # which grow before they are read
                 block_table=block_tables[0],
                 slot_mapping=slot_mapping,
                 positions=positions,
@@ -187,19 +205,21 @@ class DecodeGraphs:
             hidden = self._decoder.forward(
                 token_ids, rows, self._sampled_token_ids, self._layer_caches, metadata, self._attention
             )
+            left = None if self._keep is None else GraphPass(self._keep(hidden), rows, metadata)
             logits = self._decoder.compute_logits(hidden, output=self._logits[:size])
             chosen, finite = greedy_tokens(logits)
             outcomes = record_tokens(chosen, finite, sampled_rows, self._sampled_token_ids, seq_lens)
-            return DecodeOutput(logits, outcomes)
+            return DecodeOutput(logits, outcomes), left
 
-        graph, output = capture_graph(run, pool, self._device)
-        return _Graph(size, width, graph, block_tables, query_start_loc, output)
+        graph, (output, left) = capture_graph(run, pool, self._device)
+        return _Graph(size, width, graph, block_tables, query_start_loc, output, left)
 
 
-def capture_graph(
-    run: Callable[[], DecodeOutput], pool: object, device: torch.device
-) -> tuple[torch.cuda.CUDAGraph, DecodeOutput]:
-    """Run once, to compile and to let libraries allocate what they keep, then record."""
+def capture_graph(run: Callable[[], T], pool: object, device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Run once, to compile and to let libraries allocate what they keep, then record.
+
+    Of the tensors that `run` makes, only those that it returns may be read after a replay, as long as they are kept.
+    """
     stream = _capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

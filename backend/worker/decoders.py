@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -12,7 +13,8 @@ from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
 from backend.attention.reference import ReferenceAttention
 from backend.config import KernelSettings
-from backend.models.decoder import Decoder
+from backend.layers.ops import REFERENCE_OPS, LayerOps
+from backend.models.decoder import Decoder, DecoderLayer
 from backend.models.feature_taps import FeatureTaps
 
 
@@ -41,12 +43,23 @@ class StepDecoder(Protocol):
         """
         ...
 
+    def run_layer(
+        self,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        layer_cache: LayerCache,
+        metadata: AttentionMetadata,
+        attention: AttentionBackend,
+    ) -> Tensor:
+        """A layer more, of the shape of the model's own, on float [num_tokens, hidden], which may be overwritten."""
+        ...
+
     def final_hidden(self, hidden: Tensor) -> Tensor:
         """What `forward` gives after the final norm, float [num_rows, hidden]."""
         ...
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """float [num_rows, hidden] -> float32 [num_rows, vocab_size]."""
+    def compute_logits(self, hidden: Tensor, *, output: Tensor | None = None) -> Tensor:
+        """float [num_rows, hidden] -> float32 [num_rows, vocab_size], in `output` if there is one."""
         ...
 
 
@@ -71,11 +84,22 @@ class ReferenceDecoder:
         token_ids = torch.where(token_ids >= 0, token_ids, sampled_token_ids[rows])
         return self._model(token_ids, metadata.positions, layer_caches, metadata, attention, taps)
 
+    def run_layer(
+        self,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        layer_cache: LayerCache,
+        metadata: AttentionMetadata,
+        attention: AttentionBackend,
+    ) -> Tensor:
+        return layer(hidden, metadata.positions, self._model.cos_sin_cache, layer_cache, metadata, attention)
+
     def final_hidden(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self._model.compute_logits(hidden)
+    def compute_logits(self, hidden: Tensor, *, output: Tensor | None = None) -> Tensor:
+        logits = self._model.compute_logits(hidden)
+        return logits if output is None else output.copy_(logits)
 
 
 def make_decoder(model: Decoder, kernels: KernelSettings) -> tuple[StepDecoder, AttentionBackend]:
@@ -87,3 +111,13 @@ def make_decoder(model: Decoder, kernels: KernelSettings) -> tuple[StepDecoder, 
 
     batch_invariant = kernels.batch_invariant
     return TritonDecoder(model, batch_invariant=batch_invariant), TritonAttention(batch_invariant)
+
+
+def layer_ops(kernels: KernelSettings) -> LayerOps:
+    """For layers beside those of the decoder, such as a head's."""
+    if kernels.backend == "reference":
+        return REFERENCE_OPS
+    from kernels.ops.rms_norm import rms_norm
+    from kernels.ops.silu_and_mul import silu_and_mul
+
+    return replace(REFERENCE_OPS, rms_norm=rms_norm, silu_and_mul=silu_and_mul)

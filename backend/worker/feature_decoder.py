@@ -8,6 +8,7 @@ from torch import Tensor
 
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
+from backend.models.decoder import DecoderLayer
 from backend.models.feature_taps import FeatureTaps
 from backend.spec_decode.heads.eagle import EagleHead
 from backend.worker.decoders import StepDecoder
@@ -50,8 +51,18 @@ class FeatureDecoder:
         self.features = self._head.fuse(taps.states)
         return hidden
 
+    def run_layer(
+        self,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        layer_cache: LayerCache,
+        metadata: AttentionMetadata,
+        attention: AttentionBackend,
+    ) -> Tensor:
+        return self._decoder.run_layer(layer, hidden, layer_cache, metadata, attention)
+
     def final_hidden(self, hidden: Tensor) -> Tensor:
         return self._decoder.final_hidden(hidden)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self._decoder.compute_logits(hidden)
+    def compute_logits(self, hidden: Tensor, *, output: Tensor | None = None) -> Tensor:
+        return self._decoder.compute_logits(hidden, output=output)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,13 +11,21 @@ from torch import Tensor
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import LayerCache
 from backend.config import EngineConfig
-from backend.models.triton_decoder import TritonDecoder
 from backend.worker.decode_graphs import DecodeGraphs
 from backend.worker.decoders import StepDecoder
+from backend.worker.graph_pass import Keep
 from backend.worker.mixed_graphs import MixedGraphs
 
 # Steps of more requests are long enough to be launched op by op, and their logits would take memory from the KV cache.
 MAX_NUM_REQS = 512
+
+
+class GraphSet(Protocol):
+    def __len__(self) -> int: ...
+
+    def capture(self, pool: object, on_progress: Callable[[], None]) -> None:
+        """Capture all; `on_progress` is called for each."""
+        ...
 
 
 def capture_graphs(
@@ -29,22 +38,28 @@ def capture_graphs(
     vocab_size: int,
     max_model_len: int,
     num_groups: int,
+    num_logits: int,
     on_progress: Callable[[int, int], None],
+    keep: Keep | None = None,
+    more: Callable[[DecodeGraphs, MixedGraphs, Tensor], Sequence[GraphSet]] = lambda decode, mixed, logits: (),
 ) -> tuple[DecodeGraphs, MixedGraphs]:
     """Args:
     sampled_token_ids: int64 [max_num_seqs + 1].
     max_model_len: longest request, in tokens.
     num_groups: KV groups of the model.
+    num_logits: rows of logits that a step may want beyond one for each request.
     on_progress: gets graphs done and in all.
+    keep: what is to be kept of each pass of the model; None: nothing.
+    more: gets those graphs and where all leave their logits, float32 [num_rows, vocab_size]; further ones, captured behind them.
     """
-    assert isinstance(decoder, TritonDecoder)
     scheduler, block_size = config.scheduler, config.cache.block_size
     assert scheduler.max_num_seqs is not None
     assert scheduler.max_num_batched_tokens is not None
     max_num_blocks = -(-max_model_len // block_size)
     max_num_reqs = min(scheduler.max_num_seqs, MAX_NUM_REQS)
     # Graphs never run at the same time: they share what they write.
-    logits = torch.empty(max_num_reqs, vocab_size, dtype=torch.float32, device=sampled_token_ids.device)
+    num_rows = max(max_num_reqs, num_logits)
+    logits = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=sampled_token_ids.device)
     parts = (decoder, attention, layer_caches, sampled_token_ids, logits)
     mixed = MixedGraphs(
         *parts,
@@ -52,6 +67,7 @@ def capture_graphs(
         max_num_reqs=max_num_reqs,
         max_num_blocks=max_num_blocks,
         num_groups=num_groups,
+        keep=keep,
     )
     decode = DecodeGraphs(
         *parts,
@@ -59,8 +75,10 @@ def capture_graphs(
         max_num_blocks=max_num_blocks,
         block_size=block_size,
         num_groups=num_groups,
+        keep=keep,
     )
-    done, total = 0, len(mixed) + len(decode)
+    sets: list[GraphSet] = [mixed, decode, *more(decode, mixed, logits)]
+    done, total = 0, sum(map(len, sets))
 
     def one_more() -> None:
         nonlocal done
@@ -69,6 +87,6 @@ def capture_graphs(
 
     on_progress(0, total)
     pool = torch.cuda.graph_pool_handle()
-    mixed.capture(pool, one_more)
-    decode.capture(pool, one_more)
+    for graphs in sets:
+        graphs.capture(pool, one_more)
     return decode, mixed

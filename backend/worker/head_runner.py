@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from backend.config import EngineConfig
+from backend.core.output import SchedulerOutput
 from backend.errors import CapacityError, ConfigError
 from backend.models.loader import LoadedModel
 from backend.models.model_config import DecoderConfig
@@ -28,27 +28,34 @@ from backend.spec_decode.heads.shipped import shipped_head
 from backend.spec_decode.heads.target import output_rows, target_fingerprint
 from backend.spec_decode.medusa import MedusaProposer
 from backend.spec_decode.proposer import HeadProposer, TargetStep
+from backend.worker.decoders import layer_ops
 from backend.worker.feature_decoder import FeatureDecoder
-from backend.worker.input_batch import StepInput
+from backend.worker.graph_pass import GraphPass, Keep
+from backend.worker.input_batch import InputBatch, StepInput
+from backend.worker.memory_profile import OBSERVE_GRAPHS_BYTES
 from backend.worker.out_of_memory import is_out_of_memory
 from backend.worker.speculative_batch import SpeculativeInputBatch, Verification
 from backend.worker.speculative_runner import SpeculativeModelRunner
 from backend.worker.step_tensors import StepTensors
 
+if TYPE_CHECKING:
+    from backend.worker.decode_graphs import DecodeGraphs
+    from backend.worker.graphs import GraphSet
+    from backend.worker.mixed_graphs import MixedGraphs
+    from backend.worker.observe_graphs import ObserveGraphs
+
 
 class HeadModelRunner(SpeculativeModelRunner):
     """Every step ends with the head's reading of what the target left, so that the next one can begin with a draft."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        # A graph leaves logits only: see `resolve_speculation`.
-        super().__init__(config.with_overrides({"kernels.enforce_eager": True}))
 
     def _let_go(self) -> None:
         super()._let_go()
         self._head: LoadedHead | None = None
         self._vocabulary: DraftVocabulary | None = None
         self._proposer: HeadProposer | None = None
-        self._last_pass: tuple[StepTensors, Tensor] | None = None  # of the target's last step, and its hidden states
+        self._last_pass: GraphPass | None = None  # of the target's last step, if that was launched op by op
+        self._kept: Tensor | None = None  # what the graphs keep of a pass, [max_num_tokens, hidden]
+        self._observe_graphs: ObserveGraphs | None = None
 
     def load_model(self, source: ModelSource, on_progress: Callable[[float, float], None] | None = None) -> LoadedModel:
         """Also the head.
@@ -59,7 +66,8 @@ class HeadModelRunner(SpeculativeModelRunner):
         folder, fingerprint = self._head_folder(source), target_fingerprint(source)
         loaded = super().load_model(source, on_progress)
         try:
-            head = load_head(folder, loaded.config, fingerprint, dtype=self._dtype, device=self._device)
+            ops = layer_ops(self._config.kernels)
+            head = load_head(folder, loaded.config, fingerprint, dtype=self._dtype, device=self._device, ops=ops)
             rows = output_rows(loaded.model, head.draft_token_ids).to(self._dtype)
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -69,7 +77,8 @@ class HeadModelRunner(SpeculativeModelRunner):
                 "smaller with model.dtype or quantization.method"
             ) from error
         self._head = head
-        self._vocabulary = DraftVocabulary(head.draft_token_ids, rows, loaded.config.vocab_size)
+        choose = self._sampling_ops.greedy_tokens
+        self._vocabulary = DraftVocabulary(head.draft_token_ids, rows, loaded.config.vocab_size, choose)
         if isinstance(head.head, EagleHead):
             assert self._decoder is not None
             layers = head.config.feature_layers
@@ -131,57 +140,142 @@ class HeadModelRunner(SpeculativeModelRunner):
         num_rows, hidden_size = self._last_tokens.numel(), model.config.hidden_size
         states = torch.zeros(num_rows, hidden_size, dtype=self._dtype, device=self._device)
         if isinstance(head.head, MedusaHeads):
-            self._proposer = MedusaProposer(head.head, vocabulary, self._decoder.final_hidden, states)
+            final_hidden = self._decoder.final_hidden
+            self._proposer = MedusaProposer(head.head, vocabulary, final_hidden, model.embedding, states)
+            self._chain = self._proposer
             return self._proposer
         draft = EagleDraft(
             head=head.head,
             vocabulary=vocabulary,
             embedding=model.embedding,
-            cos_sin_cache=model.cos_sin_cache,
+            decoder=self._decoder,
             layer_cache=self._draft_caches[0],
             attention=self._attention,
         )
         self._proposer = EagleProposer(draft, batch, states, self._config.speculative.num_speculative_tokens)
+        self._chain = self._proposer
         return self._proposer
+
+    @property
+    def _head_proposer(self) -> HeadProposer | None:
+        return self._proposer
+
+    @property
+    def _keep(self) -> Keep | None:
+        return self._keep_states
+
+    def _keep_states(self, hidden: Tensor) -> Tensor:
+        """See `Keep`: what the head reads of a pass."""
+        states = self._states_of(hidden)
+        assert self._kept is not None
+        return self._kept[: len(states)].copy_(states)
+
+    @property
+    def _graph_bytes(self) -> int:
+        if self._config.kernels.enforce_eager:
+            return super()._graph_bytes
+        kept = self._max_num_kept * self.loaded.config.hidden_size * self._dtype.itemsize
+        return super()._graph_bytes + kept + OBSERVE_GRAPHS_BYTES
+
+    @property
+    def _max_num_kept(self) -> int:
+        """Tokens of the largest step in a graph."""
+        scheduler = self._config.scheduler
+        assert scheduler.max_num_seqs is not None
+        assert scheduler.max_num_batched_tokens is not None
+        return max(self._num_logits, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+
+    def _states_of(self, hidden: Tensor) -> Tensor:
+        """See `TargetStep`: of the pass that has just given these hidden states."""
+        if not isinstance(self._decoder, FeatureDecoder):
+            return hidden
+        assert self._decoder.features is not None
+        return self._decoder.features
+
+    def _more_graphs(self, decode: DecodeGraphs, mixed: MixedGraphs, logits: Tensor) -> Sequence[GraphSet]:
+        from backend.worker.observe_graphs import ObserveGraphs  # needs triton, which a CPU does without
+
+        assert self._proposer is not None
+        assert self._config.scheduler.max_num_seqs is not None
+        sizes = (self._max_num_kept, self.loaded.config.hidden_size)
+        self._kept = torch.zeros(sizes, dtype=self._dtype, device=self._device)
+        self._observe_graphs = ObserveGraphs(
+            self._proposer,
+            lambda: [*mixed.all_left, *decode.all_left],
+            len(mixed) + len(decode),
+            self._last_tokens,
+            max_num_tokens=self._max_num_kept,
+            max_num_reqs=self._config.scheduler.max_num_seqs,
+        )
+        return [self._observe_graphs, *super()._more_graphs(decode, mixed, logits)]
 
     def _hidden(self, tensors: StepTensors) -> Tensor:
         hidden = super()._hidden(tensors)
-        self._last_pass = tensors, hidden
+        self._last_pass = GraphPass(self._states_of(hidden), tensors.token_rows, tensors.metadata)
         return hidden
 
-    def _forward(self, step: StepInput) -> Tensor:
-        outcomes = super()._forward(step)
+    def _start(self, batch: InputBatch, scheduled: SchedulerOutput) -> tuple[list[str], Tensor]:
+        batch.update(scheduled)  # a graph that goes on by itself would leave out what the head is told of each step
+        return self._carry_out(batch.build(scheduled))
+
+    def _carry_out(self, step: StepInput) -> tuple[list[str], Tensor]:
+        carried_out = super()._carry_out(step)
         ends = step.query_start_loc[1:].astype(np.int64) - 1
-        last_indices, rows = copy_to(np.stack((ends, step.token_rows[ends])), self._device)
-        self._observe(last_indices, rows, self._next_token_ids(step))
-        return outcomes
+        self._observe(step, ends, None)
+        return carried_out
 
     def _verified(self, step: StepInput, verification: Verification, verified: VerifiedRound) -> None:
         counts = verification.num_draft_tokens
         ends = step.query_start_loc[1:].astype(np.int64) - 1
         others = ends[~np.isin(step.token_rows[ends], verification.rows)]
         begins = verification.logits_indices[np.cumsum(counts + 1) - counts - 1]
-        indices = np.concatenate((others, begins))
-        last_indices, rows = copy_to(np.stack((indices, step.token_rows[indices])), self._device)
-        last_indices[len(others) :] += verified.num_accepted
-        following, token_ids = self._next_token_ids(step), verified.token_ids
-        places = np.flatnonzero(np.arange(token_ids.shape[1]) <= counts[:, None])
-        targets, sources = copy_to(np.stack((verification.logits_indices, places)), self._device)
-        following.index_copy_(0, targets, token_ids.reshape(-1)[sources])
         assert self._speculation is not None
         with self._speculation.preparing():
-            self._observe(last_indices, rows, following)
+            self._observe(step, np.concatenate((others, begins)), (verification, verified))
 
-    def _next_token_ids(self, step: StepInput) -> Tensor:
-        """int64 [num_tokens]: what comes behind each token of a step, its requests' new last ones included."""
+    def _observe(
+        self, step: StepInput, last_indices: np.ndarray, drafted: tuple[Verification, VerifiedRound] | None
+    ) -> None:
+        """Let the head read the step that has been started.
+
+        Args:
+            last_indices: int64, of each request's last token that is no draft.
+            drafted: what became of those of the last requests.
+        """
         assert isinstance(self._batch, SpeculativeInputBatch)
-        following, rows = copy_to(np.stack((self._batch.next_token_ids(step), step.token_rows)), self._device)
-        return torch.where(following < 0, self._last_tokens[rows], following)
-
-    def _observe(self, last_indices: Tensor, rows: Tensor, next_token_ids: Tensor) -> None:
-        assert self._last_pass is not None
         assert self._proposer is not None
-        (tensors, hidden), self._last_pass = self._last_pass, None
-        features = self._decoder.features if isinstance(self._decoder, FeatureDecoder) else None
-        next_token_ids = next_token_ids.clamp(min=0)  # there is none behind a rejected draft
-        self._proposer.observe(TargetStep(hidden, features, next_token_ids, tensors.metadata, rows, last_indices))
+        rows, following = step.token_rows[last_indices], self._batch.next_token_ids(step)
+        if self._last_pass is not None:
+            left, self._last_pass = self._last_pass, None
+            lasts, next_token_ids = copy_to(last_indices, self._device), copy_to(following, self._device)
+            if drafted is not None:
+                _move_on(lasts, next_token_ids, *drafted)
+            next_token_ids = next_token_ids.where(next_token_ids >= 0, self._last_tokens[left.rows]).clamp(min=0)
+            rows_there = copy_to(rows, self._device)
+            self._proposer.read(TargetStep(left.states, next_token_ids, left.metadata, rows_there, lasts))
+        else:
+            graphs, left = self._observe_graphs, self._left
+            assert graphs is not None
+            lasts, next_token_ids = graphs.start(left, rows, last_indices, following, self._uploads)
+            if drafted is not None:
+                _move_on(lasts, next_token_ids, *drafted)
+            graphs.replay(left)
+        self._proposer.observed()
+
+    @property
+    def _left(self) -> GraphPass:
+        """By the graph that has just been replayed."""
+        for graphs in (self._mixed_graphs, self._decode_graphs):
+            if graphs is not None and graphs.left is not None:
+                left, graphs.left = graphs.left, None
+                return left
+        raise RuntimeError("no step has been run that could be observed")
+
+
+def _move_on(lasts: Tensor, next_token_ids: Tensor, verification: Verification, verified: VerifiedRound) -> None:
+    """Tell what became of drafts, in place: of each request's last token, and of what comes behind each."""
+    counts, token_ids = verification.num_draft_tokens, verified.token_ids
+    lasts[len(lasts) - len(counts) :] += verified.num_accepted
+    places = np.flatnonzero(np.arange(token_ids.shape[1]) <= counts[:, None])
+    targets, sources = copy_to(np.stack((verification.logits_indices, places)), lasts.device)
+    next_token_ids.index_copy_(0, targets, token_ids.reshape(-1)[sources].clamp(min=0))  # none behind a rejected one

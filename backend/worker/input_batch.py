@@ -83,6 +83,7 @@ class InputBatch:
     """
 
     def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
+        self.max_model_len = max_model_len
         self._block_size = block_size
         self._states: dict[str, _RequestState] = {}
         self._free_rows = list(range(max_num_reqs))

@@ -18,13 +18,23 @@ from backend.worker.out_of_memory import is_out_of_memory
 
 # What the CUDA graphs keep of the card beside their tensors: about 2 MiB of kernel nodes each, and their pool's rounding.
 GRAPH_BYTES = 256 * 2**20
+# Of each size of a round and length of its drafts: nodes of a pass of the target, and of the draft's and the head's.
+ROUND_GRAPH_BYTES = 8 * 2**20
+OBSERVE_GRAPHS_BYTES = 64 * 2**20  # of what heads read of all other steps: the nodes of a layer each
 
 
 def free_after_profile_run(
-    config: EngineConfig, decoder: StepDecoder, attention: AttentionBackend, sampler: Sampler, shape: KVCacheShape
+    config: EngineConfig,
+    decoder: StepDecoder,
+    attention: AttentionBackend,
+    sampler: Sampler,
+    shape: KVCacheShape,
+    graph_bytes: int = GRAPH_BYTES,
 ) -> int:
     """Bytes of the card's share that remain after the weights, the largest step's activations and the CUDA graphs.
 
+    Args:
+        graph_bytes: of the graphs beside a step's activations.
     Raises `CapacityError` when the largest step does not fit.
     """
     device = torch.device(config.model.device)
@@ -46,7 +56,7 @@ def free_after_profile_run(
         budget = config.scheduler.max_num_batched_tokens
         assert budget is not None
         sizes = mixed_sizes(budget, decoder.launch_bound)
-        graphs = GRAPH_BYTES + (activations * sizes[-1] // budget if sizes else 0)
+        graphs = graph_bytes + (activations * sizes[-1] // budget if sizes else 0)
     return int(total * config.cache.gpu_memory_utilization) - used - activations - graphs
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import LayerCache
-from backend.models.triton_decoder import TritonDecoder
 from backend.worker.decode_graphs import DecodeOutput, capture_graph
+from backend.worker.decoders import StepDecoder
+from backend.worker.graph_pass import GraphPass, Keep
 from backend.worker.graph_sizes import choose_size, mixed_sizes
 from backend.worker.input_batch import SAMPLED_TOKEN, StepInput
 from backend.worker.step_tensors import HostBuffers, StepTensors, device_views, step_arrays, write_parts
@@ -29,21 +30,27 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     tensors: StepTensors  # what a replay reads
     output: DecodeOutput
+    left: GraphPass | None
 
 
 class MixedGraphs:
-    """Args:
+    """
+    Attributes:
+        left: by the last replay; None where nothing is kept.
+
+    Args:
     sampled_token_ids: int64, the last token of each row; the last row is the padding's.
-    logits: float32 [max_num_reqs, vocab_size], where the graphs leave theirs.
+    logits: float32 [num_rows, vocab_size], where the graphs leave theirs: a step has no more that it wants.
     max_num_tokens: token budget of a step.
     max_num_reqs: most requests of a step; one with more is launched op by op.
     max_num_blocks: blocks of the longest request.
     num_groups: KV groups of the model.
+    keep: what is to be kept of each pass; None: nothing.
     """
 
     def __init__(
         self,
-        decoder: TritonDecoder,
+        decoder: StepDecoder,
         attention: AttentionBackend,
         layer_caches: list[LayerCache],
         sampled_token_ids: Tensor,
@@ -53,7 +60,10 @@ class MixedGraphs:
         max_num_reqs: int,
         max_num_blocks: int,
         num_groups: int = 1,
+        keep: Keep | None = None,
     ) -> None:
+        self._keep = keep
+        self.left: GraphPass | None = None
         self._decoder = decoder
         self._attention = attention
         self._layer_caches = layer_caches
@@ -82,9 +92,14 @@ class MixedGraphs:
             self._graphs[size] = self._capture(size, pool)
             on_progress()
 
+    @property
+    def all_left(self) -> list[GraphPass]:
+        """What each graph leaves."""
+        return [graph.left for graph in self._graphs.values() if graph.left is not None]
+
     def fits(self, step: StepInput) -> bool:
-        num_rows = max(step.num_reqs, len(step.logits_indices))
-        return num_rows <= self._max_num_reqs and self._size(len(step.token_ids)) is not None
+        fits = step.num_reqs <= self._max_num_reqs and len(step.logits_indices) <= len(self._logits)
+        return fits and self._size(len(step.token_ids)) is not None
 
     def replay(
         self, step: StepInput, buffers: HostBuffers, fill: Callable[[Tensor], None] = lambda token_ids: None
@@ -118,6 +133,7 @@ class MixedGraphs:
         self._block_tables[:, :num_reqs, : step.block_tables.shape[2]].copy_(entries)
         fill(graph.tensors.token_ids)
         graph.graph.replay()
+        self.left = graph.left
         return DecodeOutput(graph.output.logits[:num_sampled], graph.output.outcomes[:num_sampled])
 
     def _size(self, num_tokens: int) -> int | None:
@@ -137,8 +153,8 @@ class MixedGraphs:
             num_decodes=0,
             sampled_request_ids=[],
             sampled_reqs=np.zeros(0, dtype=np.int64),
-            sampled_rows=np.full(reqs, row, dtype=np.int64),
-            logits_indices=np.zeros(reqs, dtype=np.int64),
+            sampled_rows=np.full(len(self._logits), row, dtype=np.int64),
+            logits_indices=np.zeros(len(self._logits), dtype=np.int64),
             sampling=None,
         )
 
@@ -151,7 +167,7 @@ class MixedGraphs:
         inputs.copy_(host)
         tensors = device_views(inputs, padding, self._block_tables)
 
-        def run() -> DecodeOutput:
+        def run() -> tuple[DecodeOutput, GraphPass | None]:
             hidden = self._decoder.forward(
                 tensors.token_ids,
                 tensors.token_rows,
@@ -160,10 +176,13 @@ class MixedGraphs:
                 tensors.metadata,
                 self._attention,
             )
+            left = None
+            if self._keep is not None:
+                left = GraphPass(self._keep(hidden), tensors.token_rows, tensors.metadata)
             logits = self._decoder.compute_logits(hidden[tensors.logits_indices], output=self._logits)
             chosen, finite = greedy_tokens(logits)
             outcomes = record_tokens(chosen, finite, tensors.sampled_rows, self._sampled_token_ids)
-            return DecodeOutput(logits, outcomes)
+            return DecodeOutput(logits, outcomes), left
 
-        graph, output = capture_graph(run, pool, self._device)
-        return _Graph(graph, tensors, output)
+        graph, (output, left) = capture_graph(run, pool, self._device)
+        return _Graph(graph, tensors, output, left)

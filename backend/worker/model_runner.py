@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +26,7 @@ from backend.worker.block_transfer import BlockTransfer, DeviceBlocks, HostBlock
 from backend.worker.decoders import StepDecoder, make_decoder
 from backend.worker.input_batch import InputBatch, StepInput
 from backend.worker.kv_cache import KVCacheShape
-from backend.worker.memory_profile import free_after_profile_run
+from backend.worker.memory_profile import GRAPH_BYTES, free_after_profile_run
 from backend.worker.out_of_memory import is_out_of_memory
 from backend.worker.step_tensors import HostBuffers, StepTensors, to_device
 from backend.worker.token_download import TokenDownload
@@ -34,6 +34,8 @@ from kernels.reference.record_tokens import record_tokens as reference_record_to
 
 if TYPE_CHECKING:
     from backend.worker.decode_graphs import DecodeGraphs
+    from backend.worker.graph_pass import Keep
+    from backend.worker.graphs import GraphSet
     from backend.worker.mixed_graphs import MixedGraphs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -141,7 +143,8 @@ class ModelRunner:
         else:
             assert self._decoder is not None
             assert self._attention is not None
-            free = free_after_profile_run(self._config, self._decoder, self._attention, self._sampler, shape)
+            parts = (self._decoder, self._attention, self._sampler, shape)
+            free = free_after_profile_run(self._config, *parts, self._graph_bytes)
             room = shape.blocks_in(free, f"cache.gpu_memory_utilization = {cache.gpu_memory_utilization}")
         return min(room, useful)
 
@@ -183,7 +186,10 @@ class ModelRunner:
                 vocab_size=self.loaded.config.vocab_size,
                 max_model_len=max_model_len,
                 num_groups=len(self.layer_groups),
+                num_logits=self._num_logits,
                 on_progress=on_progress,
+                keep=self._keep,
+                more=self._more_graphs,
             )
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -192,6 +198,25 @@ class ModelRunner:
                 "the GPU has no memory left for the CUDA graphs of a step; lower cache.gpu_memory_utilization, "
                 "cache.num_blocks or scheduler.max_num_seqs, or set kernels.enforce_eager = true"
             ) from error
+
+    @property
+    def _graph_bytes(self) -> int:
+        """What CUDA graphs take of the device beside the activations of a step."""
+        return GRAPH_BYTES
+
+    @property
+    def _num_logits(self) -> int:
+        """Rows of logits that a step in graphs may want, beyond one for each request."""
+        return 0
+
+    @property
+    def _keep(self) -> Keep | None:
+        """What graphs are to keep of each pass of the model; None: nothing."""
+        return None
+
+    def _more_graphs(self, decode: DecodeGraphs, mixed: MixedGraphs, logits: Tensor) -> Sequence[GraphSet]:
+        """Captured behind those of the steps."""
+        return ()
 
     @torch.inference_mode()
     def submit(self, scheduled: SchedulerOutput) -> PendingOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,10 +25,32 @@ class Verification:
     sampling: SamplingMetadata | None  # of each row's first position; None: all greedy, and nothing is banned
 
 
+@dataclass(frozen=True, slots=True)
+class RoundInput:
+    """A step in which all requests decode, greedily, with drafts behind the last tokens of some; rows in the step's order."""
+
+    request_ids: list[str]
+    rows: np.ndarray  # int64 [num_reqs], their rows in the batch
+    num_draft_tokens: np.ndarray  # int64 [num_reqs]
+    query_start_loc: np.ndarray  # int64 [num_reqs + 1]
+    positions: np.ndarray  # int64 [num_tokens], of each row's last token and its drafts
+    slot_mappings: np.ndarray  # int64 [num_groups, num_tokens]
+    num_slots: np.ndarray  # int64 [num_reqs], that each request's blocks have
+    # int32 [num_groups, num_reqs, max_num_blocks]: wide enough for as many drafts behind a round that is accepted whole. Where a
+    # request has no block there is the null block.
+    block_tables: np.ndarray
+
+
 class SpeculativeInputBatch(InputBatch):
     """Steps follow each other with the result of the one before known: the scheduler's counts say how far requests are."""
 
+    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
+        super().__init__(max_num_reqs, max_model_len, block_size, num_groups)
+        self._last_rows: tuple[list[str], np.ndarray] = ([], np.empty(0, dtype=np.int64))
+
     def update(self, scheduled: SchedulerOutput) -> None:
+        if scheduled.new_requests or scheduled.finished_request_ids or scheduled.preempted_request_ids:
+            self._last_rows = ([], np.empty(0, dtype=np.int64))
         for request_id, num_blocks in (scheduled.num_kept_blocks or {}).items():
             self._states[request_id].num_blocks = num_blocks
         super().update(scheduled)
@@ -38,7 +60,7 @@ class SpeculativeInputBatch(InputBatch):
         return None if scheduled.num_kept_blocks or scheduled.num_draft_tokens else super().repeats(scheduled)
 
     def build(self, scheduled: SchedulerOutput) -> StepInput:
-        rows = np.array([self._states[request_id].row for request_id in scheduled.num_scheduled_tokens], dtype=np.int64)
+        rows = self._rows(scheduled.num_scheduled_tokens)
         num_tokens = np.array(scheduled.num_computed_tokens, dtype=np.int64) + 1
         self._num_tokens[rows] = np.maximum(self._num_tokens[rows], num_tokens)
         return super().build(scheduled)
@@ -53,6 +75,51 @@ class SpeculativeInputBatch(InputBatch):
                 place = (num_tokens - state.num_prompt_tokens, state.row, num_tokens)
                 requests.append(DraftRequest(request_id, granted[request_id], state.sampling_params, *place))
         return requests
+
+    def is_greedy_round(self, scheduled: SchedulerOutput) -> bool:
+        """Whether all requests go on from a token that the device has, and none has any say in how the next is chosen."""
+        num_computed = np.array(scheduled.num_computed_tokens, dtype=np.int64)
+        rows = self._rows(scheduled.num_scheduled_tokens)
+        has_last = num_computed >= self._num_known[rows]
+        return bool((has_last & (num_computed + 1 >= self._num_plain[rows])).all())
+
+    def build_round(self, scheduled: SchedulerOutput, num_draft_tokens: Mapping[str, int]) -> RoundInput:
+        """In place of `build`, for a step of which `is_greedy_round` holds.
+
+        Args:
+            num_draft_tokens: of those with drafts.
+        """
+        request_ids = list(scheduled.num_scheduled_tokens)
+        rows = self._rows(request_ids)
+        counts = np.array([num_draft_tokens.get(request_id, 0) for request_id in request_ids], dtype=np.int64)
+        num_computed = np.array(scheduled.num_computed_tokens, dtype=np.int64)
+        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(counts + 1, out=query_start_loc[1:])
+        positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], counts + 1)
+        blocks = self._entries(np.repeat(rows, counts + 1), positions // self._block_size)
+        self._num_tokens[rows] = num_computed + 2
+        self._last = None
+        longest = int(positions.max()) + int(counts.max()) + 1
+        tables = self._entries(rows, slice(longest // self._block_size + 1))
+        num_blocks = np.array([self._states[request_id].num_blocks for request_id in request_ids], dtype=np.int64)
+        return RoundInput(
+            request_ids=request_ids,
+            rows=rows,
+            num_draft_tokens=counts,
+            query_start_loc=query_start_loc,
+            positions=positions,
+            slot_mappings=blocks.astype(np.int64) * self._block_size + positions % self._block_size,
+            num_slots=num_blocks * self._block_size,
+            block_tables=tables * (np.arange(tables.shape[2]) < num_blocks[:, None]),
+        )
+
+    def _rows(self, request_ids: Iterable[str]) -> np.ndarray:
+        """int64 [num_reqs], in the persistent arrays. Most steps have the requests of the step before."""
+        request_ids, states = list(request_ids), self._states
+        if request_ids != self._last_rows[0]:
+            rows = np.array([states[request_id].row for request_id in request_ids], dtype=np.int64)
+            self._last_rows = request_ids, rows
+        return self._last_rows[1]
 
     def next_token_ids(self, step: StepInput) -> np.ndarray:
         """What comes behind each of a step's tokens, int64 [num_tokens]; SAMPLED_TOKEN where that is what it samples."""
@@ -74,7 +141,7 @@ class SpeculativeInputBatch(InputBatch):
             token_ids: request -> tokens, at least one.
             ends: of each, the place in its request behind the last.
         """
-        rows = np.array([self._states[request_id].row for request_id in token_ids], dtype=np.int64)
+        rows = self._rows(token_ids)
         counts = np.array([len(tokens) for tokens in token_ids.values()], dtype=np.int64)
         seq_lens = np.array(ends, dtype=np.int64)
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
@@ -123,7 +190,7 @@ class SpeculativeInputBatch(InputBatch):
             )
         )
         request_ids = list(num_draft_tokens)
-        rows = np.array([self._states[request_id].row for request_id in request_ids], dtype=np.int64)
+        rows = self._rows(request_ids)
         counts = np.array(list(num_draft_tokens.values()), dtype=np.int64)
         begins = step.query_start_loc[[places[request_id] for request_id in request_ids]].astype(np.int64)
         # Of each row, its last token and the drafts behind it.

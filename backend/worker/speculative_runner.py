@@ -2,137 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from backend.attention.metadata import LayerCache
 from backend.config import EngineConfig
-from backend.core.kv_format import KV_FORMATS
-from backend.core.kv_groups import KVGroupSpec
 from backend.core.output import PendingOutput, SchedulerOutput
-from backend.errors import CapacityError, ConfigError
-from backend.models.decoder import Decoder
-from backend.models.loader import LoadedModel, load_model
-from backend.models.model_config import DecoderConfig
-from backend.models.sources import ModelSource, resolve_source
 from backend.sample.rejection_sampler import RejectionSampler, VerifiedRound
 from backend.spec_decode.draft_model import DraftModel, DraftModelProposer
-from backend.spec_decode.first_layers import first_layers
 from backend.spec_decode.ngram import NgramProposer
-from backend.spec_decode.proposer import Proposer
+from backend.spec_decode.proposer import ChainProposer, HeadProposer, Proposer
+from backend.spec_decode.synthetic import SyntheticProposer, SyntheticSampler
 from backend.worker.decoders import make_decoder
+from backend.worker.draft_model_runner import DraftModelRunner
 from backend.worker.input_batch import InputBatch, StepInput
-from backend.worker.model_runner import ModelRunner
-from backend.worker.speculation import Draft, RoundDownload, Speculation
+from backend.worker.memory_profile import ROUND_GRAPH_BYTES
+from backend.worker.round_download import RoundDownload, num_round_bytes, pack_round
+from backend.worker.speculation import Draft, Speculation
 from backend.worker.speculative_batch import SpeculativeInputBatch, Verification
 from backend.worker.step_tensors import to_device
 from backend.worker.token_download import TokenDownload
 
+if TYPE_CHECKING:
+    from backend.worker.decode_graphs import DecodeGraphs
+    from backend.worker.graph_rounds import GraphRounds
+    from backend.worker.graphs import GraphSet
+    from backend.worker.mixed_graphs import MixedGraphs
 
-class SpeculativeModelRunner(ModelRunner):
+
+class SpeculativeModelRunner(DraftModelRunner):
     """Drafts are made at the beginning of the step that verifies them. Steps without any are those of `ModelRunner`."""
 
     _batch_class = SpeculativeInputBatch
+    _has_graph_rounds = True  # unless a subclass verifies in a way of its own
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         on_triton = config.kernels.backend == "triton"
-        self._rejection_sampler = RejectionSampler(self._sampling_ops if on_triton else None)
+        ops, acceptance = self._sampling_ops if on_triton else None, config.speculative.synthetic_acceptance
+        self._rejection_sampler = RejectionSampler(ops) if acceptance is None else SyntheticSampler(acceptance, ops)
 
     def _let_go(self) -> None:
         super()._let_go()
-        self._draft_model: Decoder | None = None
-        self._draft_caches: list[LayerCache] = []  # none where the draft's are the target's
         self._speculation: Speculation | None = None
-
-    def load_model(self, source: ModelSource, on_progress: Callable[[float, float], None] | None = None) -> LoadedModel:
-        """Also the draft model, if there is one. Raises `ConfigError` for one whose layers have windows of their own."""
-        loaded = super().load_model(source, on_progress)
-        settings = self._config.speculative
-        if settings.method == "draft_model":
-            if settings.model is None:
-                self._draft_model = first_layers(loaded.model)
-            else:
-                draft = load_model(resolve_source(settings.model), device=self._device, dtype=self._dtype)
-                self._draft_model = draft.model
-                self._groups_of_draft(draft.config)  # that they exist
-                both = {"weights_bytes": loaded.weights_bytes + draft.weights_bytes}
-                loaded = self._loaded = replace(loaded, **both)
-        return loaded
-
-    @property
-    def kv_groups(self) -> list[KVGroupSpec]:
-        draft = self._own_draft
-        if draft is None:
-            return super().kv_groups
-        groups = super().kv_groups
-        shape = (draft.num_layers, draft.num_kv_heads, draft.head_dim, self._dtype.itemsize)
-        num_bytes = KVGroupSpec(*shape, format=groups[0].format).bytes_per_token
-        return [replace(group, draft_bytes_per_token=num_bytes) for group in groups]
-
-    def notices(self, max_model_len: int) -> tuple[str, ...]:
-        """A sentence for each limit of the drafts that the target has not."""
-        limit = self._draft_model.config.max_position_embeddings if self._draft_model else max_model_len
-        if limit >= max_model_len:
-            return ()
-        return (
-            f"speculation is off for requests of more than {limit:,} tokens: that is the draft model's context, and "
-            f"{max_model_len:,} is the target's.",
-        )
-
-    @property
-    def longest_draft(self) -> int | None:
-        """Tokens that a draft can have at most; None: any number."""
-        return None
-
-    @property
-    def draft_cost(self) -> float:
-        """Of a drafted token, in steps of the target: the draft's share of its parameters."""
-        draft = self._draft_model
-        return draft.config.count_parameters() / self.loaded.config.count_parameters() if draft else 0.0
-
-    @property
-    def _own_draft(self) -> DecoderConfig | None:
-        """The draft model that has keys and values of its own."""
-        return self._draft_model.config if self._draft_model and self._config.speculative.model else None
-
-    def _groups_of_draft(self, draft: DecoderConfig) -> list[int]:
-        """For each layer of a draft model, the KV group in whose blocks it has its slots: one with the same window."""
-        windows = [group.window for group in self.layer_groups]
-        if missing := [window for window in draft.windows if window not in windows]:
-            own, ours = (_windows_in_words(each) for each in (missing, windows))
-            raise ConfigError(
-                f"speculative.model = {self._config.speculative.model!r} has layers {own}, and the target's are all {ours}: "
-                "they cannot share blocks; allowed are drafts with the target's windows, or none named"
-            )
-        return [windows.index(window) for window in draft.windows]
-
-    def _allocate_caches(self, num_blocks: int) -> None:
-        super()._allocate_caches(num_blocks)
-        draft = self._own_draft
-        if draft is None:
-            return
-        sizes = (num_blocks, self._config.cache.block_size, draft.num_kv_heads, draft.head_dim)
-        kv_format = KV_FORMATS[self._config.cache.dtype]
-        try:
-            self._draft_caches = [
-                replace(LayerCache.zeros(*sizes, self._dtype, self._device, kv_format), group=group, window=window)
-                for group, window in zip(self._groups_of_draft(draft), draft.windows, strict=True)
-            ]
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                f"the draft model's keys and values of {num_blocks:,} blocks do not fit the GPU beside the target's; lower "
-                "cache.num_blocks or cache.gpu_memory_utilization"
-            ) from error
-
-    @property
-    def _all_caches(self) -> list[LayerCache]:
-        return [*self._layer_caches, *self._draft_caches]
+        self._chain: ChainProposer | None = None  # the proposer, where graphs can hold its drafts
+        self._rounds: GraphRounds | None = None  # None: there are no graphs
 
     def initialize_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         super().initialize_kv_cache(num_blocks, max_model_len)
@@ -140,6 +58,8 @@ class SpeculativeModelRunner(ModelRunner):
 
     def _make_proposer(self) -> Proposer:
         settings, model = self._config.speculative, self._draft_model
+        if settings.synthetic_acceptance is not None:
+            return SyntheticProposer(settings.synthetic_acceptance, self.loaded.config.vocab_size, self._device)
         if model is None:
             return NgramProposer(settings.ngram_min, settings.ngram_max, self._device)
         batch, budget = self._batch, self._config.scheduler.max_num_batched_tokens
@@ -155,8 +75,76 @@ class SpeculativeModelRunner(ModelRunner):
             last_tokens=self._last_tokens,
             shares_cache=not self._draft_caches,
         )
-        vocab_size = self.loaded.config.vocab_size
-        return DraftModelProposer(draft, batch, vocab_size, budget, settings.num_speculative_tokens, self._device)
+        sizes = (self.loaded.config.vocab_size, budget, settings.num_speculative_tokens)
+        proposer = DraftModelProposer(draft, batch, *sizes, self._device, self._sampling_ops.greedy_tokens)
+        self._chain = proposer
+        return proposer
+
+    @property
+    def _max_num_drafts(self) -> int:
+        """Of a request in one step."""
+        most = self._config.speculative.num_speculative_tokens
+        return most if self.longest_draft is None else min(most, self.longest_draft)
+
+    @property
+    def _graph_bytes(self) -> int:
+        if not self._has_graph_rounds or self._config.kernels.enforce_eager:
+            return super()._graph_bytes
+        from backend.worker.round_graphs import num_round_graphs  # needs triton, which a CPU does without
+
+        # Beside the logits, which all graphs share, those of the largest verification several times over.
+        logits = 4 * self._num_logits * self.loaded.config.vocab_size
+        return super()._graph_bytes + ROUND_GRAPH_BYTES * num_round_graphs(self._max_num_drafts) + 4 * logits
+
+    @property
+    def _num_logits(self) -> int:
+        from backend.worker.round_graphs import round_rows  # needs triton, which a CPU does without
+
+        if not self._has_graph_rounds:
+            return super()._num_logits
+        assert self._config.scheduler.max_num_seqs is not None
+        return round_rows(self._config.scheduler.max_num_seqs, self._max_num_drafts)
+
+    def _more_graphs(self, decode: DecodeGraphs, mixed: MixedGraphs, logits: Tensor) -> Sequence[GraphSet]:
+        from backend.worker.graph_rounds import GraphRounds
+        from backend.worker.round_graphs import RoundGraphs, RoundParts
+
+        if not self._has_graph_rounds:
+            return super()._more_graphs(decode, mixed, logits)
+        batch, max_num_reqs = self._batch, self._config.scheduler.max_num_seqs
+        assert isinstance(batch, SpeculativeInputBatch)
+        assert self._speculation is not None
+        assert self._decoder is not None
+        assert self._attention is not None
+        assert max_num_reqs is not None
+        parts = RoundParts(
+            decoder=self._decoder,
+            attention=self._attention,
+            layer_caches=self._layer_caches,
+            last_token_ids=self._last_tokens,
+            logits=logits,
+            sampler=self._rejection_sampler,
+            record_tokens=self._record_tokens,
+            chain=self._chain,
+            head=self._head_proposer,
+            keep=self._keep,
+        )
+        graphs = RoundGraphs(
+            parts,
+            num_speculative_tokens=self._max_num_drafts,
+            max_num_reqs=max_num_reqs,
+            max_model_len=batch.max_model_len,
+            block_size=self._config.cache.block_size,
+            num_groups=len(self.layer_groups),
+        )
+        buffers = (self._uploads, self._downloads)
+        self._rounds = GraphRounds(graphs, parts, self._speculation, batch, *buffers, self._not_finite)
+        return [graphs]
+
+    @property
+    def _head_proposer(self) -> HeadProposer | None:
+        """The proposer, if it reads the target's steps."""
+        return None
 
     def submit(self, scheduled: SchedulerOutput) -> PendingOutput:
         assert self._speculation is not None
@@ -168,14 +156,34 @@ class SpeculativeModelRunner(ModelRunner):
         speculation = self._speculation
         assert speculation is not None
         if not scheduled.num_draft_tokens and set(scheduled.kinds.values()) == {"decode"}:
+            if self._rounds is not None:
+                self._rounds.forget()
             return speculation.watch(super()._run(batch, scheduled))
         batch.update(scheduled)
+        if self._rounds is not None and self._rounds.takes(scheduled):
+            pending = self._run_round(self._rounds, scheduled)
+            if pending is not None:
+                return speculation.watch(pending)
+        if self._rounds is not None:
+            self._rounds.forget()
         speculation.follow(scheduled)
         draft = speculation.draft(batch.requests(scheduled)) if scheduled.num_draft_tokens else None
         if draft is not None:
             return speculation.watch(self._verify(batch, scheduled, draft))
+        return speculation.watch(self._run_undrafted(batch, scheduled))
+
+    def _run_round(self, rounds: GraphRounds, scheduled: SchedulerOutput) -> PendingOutput | None:
+        """The step as a round in graphs; None where it is none."""
+        batch = self._batch
+        assert isinstance(batch, SpeculativeInputBatch)
+        if self._decode_graphs is not None:
+            self._decode_graphs.forget()
+        return rounds.run(scheduled, lambda scheduled: self._run_undrafted(batch, scheduled))
+
+    def _run_undrafted(self, batch: SpeculativeInputBatch, scheduled: SchedulerOutput) -> PendingOutput:
+        """A step that the batch knows of, without drafts."""
         request_ids, outcomes = self._carry_out(batch.build(scheduled))
-        return speculation.watch(TokenDownload(request_ids, outcomes, self._downloads, self._not_finite))
+        return TokenDownload(request_ids, outcomes, self._downloads, self._not_finite)
 
     def _verify(self, batch: SpeculativeInputBatch, scheduled: SchedulerOutput, draft: Draft) -> PendingOutput:
         """Run a step with drafts behind the last tokens of some of its requests; the others go on as ever."""
@@ -193,8 +201,17 @@ class SpeculativeModelRunner(ModelRunner):
         verified = speculation.verify(logits[num_others:], draft, verification)
         last = verified.token_ids.gather(1, verified.num_accepted[:, None])[:, 0]
         self._record_tokens(last, verified.finite, self._upload(verification.rows), self._last_tokens)
-        buffer = self._downloads.next(RoundDownload.num_bytes(draft))
-        download = RoundDownload(others, draft, verified, buffer, self._not_finite)
+        shape = (len(verification.rows), draft.output.token_ids.shape[1])
+        download = RoundDownload(
+            list(draft.num_tokens),
+            list(draft.num_tokens.values()),
+            pack_round(verified, draft.output.token_ids),
+            shape,
+            self._downloads.next(num_round_bytes(*shape)),
+            draft.times,
+            self._not_finite,
+            others,
+        )
         self._verified(step, verification, verified)
         return download
 
@@ -218,8 +235,3 @@ class SpeculativeModelRunner(ModelRunner):
         tensors = to_device(step, self._uploads, self._device)
         fill(tensors.token_ids)
         return self._logits(self._hidden(tensors)[tensors.logits_indices])
-
-
-def _windows_in_words(windows: list[int | None]) -> str:
-    words = ["without a window" if window is None else f"with a window of {window:,} tokens" for window in windows]
-    return " and ".join(dict.fromkeys(words))

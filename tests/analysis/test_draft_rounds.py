@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from backend.analysis.draft_rounds import (
@@ -16,8 +17,9 @@ from backend.analysis.draft_rounds import (
     rolling_length,
 )
 from backend.analysis.measured_speedup import measure_speedup
+from backend.core.output import DraftRounds
 from backend.errors import DatabaseError
-from backend.metrics.speculation_ledger import Round
+from backend.metrics.speculation_ledger import Round, RoundTable, SpeculationLedger
 from tests.app.speculation_runs import Made, make_run, request_id
 
 
@@ -58,11 +60,25 @@ def scripted(*rounds: tuple[int, int, int]) -> list[Round]:
     ]
 
 
-def read(monkeypatch: pytest.MonkeyPatch, rounds: list[Round]) -> RoundHistory:
-    """A history of these rounds, whose encoding is another test's business."""
-    monkeypatch.setattr("backend.analysis.draft_rounds.read_rounds", lambda data: rounds)
-    history = RoundHistory()
-    history.extend([(b"", 0, len(rounds) - 1)])
+def read(rounds: list[Round]) -> RoundHistory:
+    """A history of these rounds, one a step."""
+    ledger, history = SpeculationLedger(), RoundHistory()
+    for each in rounds:
+        probs = np.array([each.target_probs, each.accept_probs, each.draft_probs], dtype=np.float32)[:, None]
+        drafted = DraftRounds(
+            request_ids=[each.request_id],
+            num_draft_tokens=[len(each.draft_token_ids)],
+            num_accepted=[each.num_accepted],
+            token_ids=[each.token_id],
+            draft_token_ids=np.array([each.draft_token_ids]),
+            probs=probs,
+            draft_ms=each.draft_ms,
+            verify_ms=each.verify_ms,
+        )
+        ledger.append(each.step, drafted, {each.request_id: each.position}, {each.request_id: each.num_emitted})
+    chunk = ledger.flush()
+    assert chunk is not None
+    history.extend([(chunk.encode(), chunk.first_step, chunk.last_step)])
     return history
 
 
@@ -82,6 +98,20 @@ def test_the_columns_are_those_of_the_rounds() -> None:
     )
 
 
+def test_a_ledger_is_read_by_column_and_only_what_is_drawn_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, drawn, round_of = make_run(), [], RoundTable.round
+
+    def counted(table: RoundTable, row: int) -> Round:
+        drawn.append(row)
+        return round_of(table, row)
+
+    monkeypatch.setattr(RoundTable, "round", counted)
+    history = history_of(made)
+    assert len(history.columns.step) == len(made.rounds) + len(made.warmup)
+    assert not drawn
+    assert len(history.rounds(request_id(2), 3, 9)) == len(drawn) == 6
+
+
 @pytest.mark.parametrize(("first", "end"), [(0, 5), (3, 60), (50, 1000), (70, 71), (5000, 6000)])
 def test_rounds_of_a_request_come_out_of_all_chunks(first: int, end: int) -> None:
     made = make_run()
@@ -96,9 +126,9 @@ def test_counts_by_position_are_those_of_a_naive_loop() -> None:
         assert [(it.position, it.num_tested, it.num_accepted) for it in rates] == naive_rates(made.rounds)
 
 
-def test_a_stop_inside_a_draft_counts_what_was_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_inside_a_draft_counts_what_was_delivered() -> None:
     """Five accepted and a bonus; none; two drafted, one accepted; and an end behind the second of four that were accepted."""
-    rounds = read(monkeypatch, scripted((5, 5, 6), (5, 0, 1), (2, 1, 2), (5, 4, 2))).columns
+    rounds = read(scripted((5, 5, 6), (5, 0, 1), (2, 1, 2), (5, 4, 2))).columns
     assert acceptance_rate(rounds) == (5 + 0 + 1 + 2) / (5 + 5 + 2 + 5)
     assert acceptance_length(rounds) == 1 + 8 / 4
     assert [(it.num_tested, it.num_accepted) for it in rates_by_position(rounds)] == [
@@ -110,8 +140,8 @@ def test_a_stop_inside_a_draft_counts_what_was_delivered(monkeypatch: pytest.Mon
     ]
 
 
-def test_the_rolling_length_is_that_of_the_last_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = read(monkeypatch, scripted((3, 3, 4), (3, 0, 1), (3, 1, 2), (3, 2, 3))).columns
+def test_the_rolling_length_is_that_of_the_last_rounds() -> None:
+    rounds = read(scripted((3, 3, 4), (3, 0, 1), (3, 1, 2), (3, 2, 3))).columns
     assert rolling_length(rounds, 2, 100) == [(1, 2.5), (2, 1.5), (3, 2.5)]
     assert rolling_length(rounds, 9, 100) == [(3, 2.5)]
     assert [step for step, _ in rolling_length(rounds, 1, 2)] == [0, 3]
@@ -146,9 +176,9 @@ def step_row(number: int, batch: int, execute: float, duration: float, prefill: 
     }
 
 
-def test_speedup_is_tokens_over_costs_in_plain_steps_of_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speedup_is_tokens_over_costs_in_plain_steps_of_the_same_batch() -> None:
     """Draft 1.5 and verify 6 ms; plain steps of one take 4 ms and of three 8, so those of two are taken to take 6."""
-    rounds = read(monkeypatch, scripted((3, 3, 4), (3, 0, 1), (3, 1, 2), (3, 2, 3))).columns
+    rounds = read(scripted((3, 3, 4), (3, 0, 1), (3, 1, 2), (3, 2, 3))).columns
     rates = rates_by_position(rounds)
     steps = [step_row(number, 2, 7.0, 9.0) for number in range(3)] + [step_row(3, 2, 700.0, 900.0, prefill=5)]
     plain = [step_row(0, 1, 4.0, 5.0), step_row(1, 3, 8.0, 11.0), step_row(2, 2, 1000.0, 1000.0, prefill=9)]
@@ -166,8 +196,8 @@ def test_speedup_is_tokens_over_costs_in_plain_steps_of_the_same_batch(monkeypat
     assert found.best.num_speculative_tokens == 3
 
 
-def test_a_draft_model_costs_a_step_of_its_own_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = read(monkeypatch, scripted((3, 0, 1), (3, 1, 2), (3, 1, 2), (3, 0, 1))).columns
+def test_a_draft_model_costs_a_step_of_its_own_for_each_token() -> None:
+    rounds = read(scripted((3, 0, 1), (3, 1, 2), (3, 1, 2), (3, 0, 1))).columns
     steps = [step_row(number, 1, 7.5, 8.0) for number in range(4)]
     found = measure_speedup(
         rounds, rates_by_position(rounds), steps, [step_row(0, 1, 3.0, 4.0)], num_tokens=6, method="draft_model"

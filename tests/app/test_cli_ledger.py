@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
@@ -49,6 +50,33 @@ def test_the_steps_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_help_knows_every_kind_of_event(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "ledger", "--help"]) == 0
     assert set(get_args(BlockEventKind)) <= set(re.findall(r"\w+", capsys.readouterr().out))
+
+
+def test_steps_that_verified_drafts_have_their_rounds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What the rounds add up to is what the run's summary says, which `runs show` prints."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "".join(map(chr, range(32, 127)))}) + "\n")
+    settings = ["speculative.method=ngram", "speculative.adaptive=false", f"workload.source.file={prompts}"]
+    settings += ["workload.output_len=30", "workload.sampling.ignore_eos=true", "workload.warmup_requests=0"]
+    options = [part for setting in settings for part in ("--set", setting)]
+    assert main(["run", "--set", "model.name=dummy:tiny", "--set", "model.device=cpu", *options, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    summary, run_id = document["summary"], str(document["run_id"])
+    whole = lines(capsys, run_id)
+    rounds: list[Any] = [each for step in whole for each in step.get("rounds", ())]  # type: ignore[attr-defined]
+    assert rounds
+    assert "rounds" not in whole[0], "a prompt is no draft"
+    drafted = sum(len(each["draft_token_ids"]) for each in rounds)
+    delivered = [min(each["num_accepted"], each["num_emitted"]) for each in rounds]
+    assert summary["draft_acceptance_rate"] == sum(delivered) / drafted
+    assert summary["mean_acceptance_length"] == 1 + sum(delivered) / len(rounds)
+    assert {len(each["target_probs"]) - len(each["draft_token_ids"]) for each in rounds} == {0}
+    last = next(step for step in reversed(whole) if "rounds" in step)
+    assert lines(capsys, run_id, "--first", str(last["step"]))[0] == last
+    assert main(["runs", "show", run_id]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"^Draft acceptance rate +{100 * sum(delivered) / drafted:.1f} ?%$", shown, re.MULTILINE)
+    assert "Mean acceptance length" in shown
 
 
 def test_a_run_without_a_ledger_and_one_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

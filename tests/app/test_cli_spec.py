@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +105,11 @@ def test_the_exit_code_is_the_verdict(
     [
         (["spec", "verify", "dummy:tiny"], "set speculative.method, as in speculative.method=ngram"),
         (["spec", "verify", "nowhere", "--set", "speculative.method=ngram"], "nowhere"),
+        (["spec", "verify", "--set", "model.name=nowhere", "--set", "speculative.method=ngram"], "'nowhere'"),
+        (
+            ["spec", "verify", "dummy:tiny", "--set", "model.name=smollm2-135m"],
+            "MODEL is 'dummy:tiny' and model.name is 'smollm2-135m': name one of them",
+        ),
         (["spec", "verify", "--set", "speculative.method=ngram", "--samples", "3"], "num_samples = 3"),
         (["spec", "verify", "--set", "speculative.method=ngram", "--prompts", "missing"], "missing"),
     ],
@@ -124,6 +131,33 @@ def test_a_certificate_is_listed_and_not_compared(cli: Cli) -> None:
     code, _, err = cli("compare", "1", str(run_id))
     assert code == 1
     assert "run #2 is a certificate of speculation; it has no figures to compare" in err
+
+
+def test_a_certificate_is_shown_and_exported_with_its_verdict(cli: Cli) -> None:
+    verdict = make_verdict(0.3)
+    with Services.open() as services:
+        ids = [str(add_certificate(services, data)) for data in (verdict.encode(), None, b"damaged")]
+    code, out, _ = cli("runs", "show", ids[0])
+    assert code == 0
+    assert re.search(r"^Certificate .* rejected$", out, re.MULTILINE)
+    assert re.search(rf"^samples by each +{verdict.sampled.num_samples:,}$", out, re.MULTILINE)
+    assert json.loads(cli("runs", "show", ids[0], "--json")[1])["verdict"] == verdict.to_dict()
+    for without in ids[1:]:
+        code, out, err = cli("runs", "show", without, "--json")
+        assert (code, json.loads(out)["verdict"]) == (0, None)
+    assert "a certificate is damaged" in err
+    for table in ([], ["--table", "runs"]):
+        whole, empty = json.loads(cli("export", *ids[:2], "--format", "json", "-o", "-", *table)[1])
+        assert ("verdict" in whole) == (not table)
+        assert not any(key.startswith("verdict") for key in empty)
+    assert whole["verdict.result"] == "rejected"
+    assert whole["verdict.sampled.p_value"] == verdict.sampled.p_value
+    (row, _) = csv.DictReader(cli("export", *ids[:2], "--format", "csv", "--table", "runs", "-o", "-")[1].splitlines())
+    assert row["verdict.result"] == "rejected"
+    assert json.loads(row["verdict.greedy"]) == verdict.to_dict()["greedy"]
+    code, _, err = cli("export", ids[2], "--format", "json", "-o", "-")
+    assert code == 1
+    assert "a certificate is damaged" in err
 
 
 def test_a_damaged_certificate_says_so(services: FakeServices) -> None:

@@ -9,12 +9,14 @@ import pytest
 from app.cli import main
 from app.services import Services
 from backend.metrics.speculation_ledger import SPECULATION_KIND, read_rounds
+from tests.app.pages import page, words
+from tests.app.stored_runs import FakeServices
 from tests.app.test_cli_engine import run_json
 from tests.engine.scripted import ids_of, make_scripted
 from tests.helpers import make_tiny_llama
 
 PLAIN = ["--set", "model.device=cpu"]
-NGRAM = [*PLAIN, "--set", "speculative.method=ngram"]
+NGRAM = [*PLAIN, "--set", "speculative.method=ngram", "--set", "speculative.adaptive=false"]
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +72,34 @@ def test_a_run_stores_its_rounds_and_what_they_come_to(
 def test_a_proposer_that_does_not_exist_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "a", "--model", "dummy:tiny", "--set", "speculative.method=crystal_ball"]) == 1
     assert "speculative.method = 'crystal_ball' is not supported" in capsys.readouterr().err
+
+
+def test_synthetic_drafts_are_labelled_wherever_a_run_is_shown(
+    capsys: pytest.CaptureFixture[str], services: FakeServices
+) -> None:
+    """`generate`, `run`, `runs show`, `compare`, `export`, and the pages; what is about tokens refuses them."""
+    settings = ["speculative.method=synthetic", "speculative.synthetic_acceptance=0.75", "model.device=cpu"]
+    flags = [part for line in settings for part in ("--set", line)]
+    answer = run_json(capsys, "generate", "a", "--model", "dummy:tiny", "--max-tokens", "4", *flags)
+    assert answer["synthetic"] is True
+    workload = ["workload.source.limit=2", "workload.output_len=8", "model.name=dummy:tiny"]
+    command = ["run", *flags, *(part for line in workload for part in ("--set", line))]
+    documents = [run_json(capsys, *command) for _ in range(2)]
+    assert [document["synthetic"] for document in documents] == [True, True]
+    first, second = (str(document["run_id"]) for document in documents)
+    for arguments in (
+        ["runs", "show", first],
+        ["compare", first, second],
+        ["export", first, "--format", "json", "-o", "-"],
+    ):
+        assert main(arguments) == 0
+        captured = capsys.readouterr()
+        assert "synthetic" in captured.out + captured.err, arguments
+    assert "synthetic]" in words(page("detail", run=first)), "the badge beside the status"
+    assert "synthetic drafts" in words(page("compare", runs=f"{first},{second}"))
+    assert "synthetic drafts" in page("history").dataframe[0].value.to_string()
+    assert "synthetic at 0.75, k = 5, always" in [metric.delta for metric in page("speculation", run=first).metric]
+    assert "no exactness to certify" in words(page("speculation", run=first, view="Certificate"))
+    for arguments in (["spec", "verify", "dummy:tiny"], ["quality", "dummy:tiny", "--text", __file__]):
+        assert main([*arguments, *flags]) == 1
+        assert "speculative.method = 'synthetic' has no " in capsys.readouterr().err

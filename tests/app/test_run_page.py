@@ -24,6 +24,14 @@ def test_the_bare_address_is_the_run_page(services: FakeServices) -> None:
     assert not app.exception
 
 
+def test_no_two_fields_have_the_same_name(services: FakeServices) -> None:
+    app = page()
+    kinds = (app.selectbox, app.number_input, app.text_input, app.text_area, app.toggle)
+    labels = [element.label for kind in kinds for element in kind]
+    assert {"Quantization", "Who drafts", "Keys and values"} < set(labels)
+    assert sorted(labels) == sorted(set(labels))
+
+
 def test_the_untouched_form_starts_the_default_run(services: FakeServices) -> None:
     press(page(), "Start")
     assert services.fake_queue.submitted == [(1, EngineConfig(), Workload())]

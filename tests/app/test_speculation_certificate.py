@@ -81,7 +81,9 @@ def test_the_button_starts_one_with_the_runs_settings(services: FakeServices) ->
     assert stored is not None
     assert stored.kind == "certificate"
     config = CertificateConfig.from_dict(stored.config)
-    assert config.speculative_engine == EngineConfig().with_overrides(NGRAM | {"cache.block_size": 32})
+    assert config.speculative_engine == EngineConfig().with_overrides(
+        NGRAM | {"cache.block_size": 32, "speculative.adaptive": False}
+    )
     assert subheaders(app) == [f"Certificate #{started}"]
 
 

@@ -280,12 +280,13 @@ def test_who_drafts_is_chosen_on_the_run_page(services: FakeServices) -> None:
 def test_proposers_stand_side_by_side(services: FakeServices) -> None:
     plain_id, plain = add_plain_run(services, label="plain")
     add_speculation_run(services, seed=8)  # an older one of the settings that are shown
-    other_id, _ = add_speculation_run(services, NGRAM | {"speculative.num_speculative_tokens": 4}, seed=9)
+    others = NGRAM | {"speculative.num_speculative_tokens": 4, "speculative.adaptive": False}
+    other_id, _ = add_speculation_run(services, others, seed=9)
     run_id, made = add_speculation_run(services)
     app = page("speculation", run=str(run_id), view="Proposers")
     table = app.dataframe[0].value
     assert table["Run"].tolist() == [f"#{run_id}", f"#{plain_id} plain", f"#{other_id}"]
-    assert table["Proposer"].tolist() == ["ngram, k = 3", "without speculation", "ngram, k = 4"]
+    assert table["Proposer"].tolist() == ["ngram, k = 3", "without speculation", "ngram, k = 4, always"]
     assert table["Acceptance length"][0] == f"{1 + delivered(made.rounds) / len(made.rounds):.2f} tok"
     assert table["Acceptance rate"].tolist()[1] == "–"
 

@@ -16,10 +16,9 @@ import torch
 
 from backend.config import EngineConfig
 from backend.experiments.flight import Flight
-from backend.models.dummy import DUMMY_SHAPES
 from benchmarks import engine, idle, table
 from benchmarks.figures import Figure, attempt
-from benchmarks.limits import decode_bytes, linear_parameters, prefill_flops
+from benchmarks.limits import CardLimits
 from benchmarks.long_context import torch_attention, torch_inputs
 from benchmarks.model_figures import IDLE_OUTPUT_LEN, decode_rate, mix_rate, prefill_rate
 from benchmarks.passes import BenchmarkEngine, random_requests
@@ -66,6 +65,7 @@ def test_a_run_measures_every_kind_that_a_cpu_can(result: dict[str, Any]) -> Non
     invariant = figures["decode 2, batch invariant"]
     assert (invariant["peer"], invariant["peer_name"]) == (figures["decode 2"]["median"], "the default")
     assert invariant["ratio"] == invariant["median"] / figures["decode 2"]["median"]
+    assert invariant["peer_share"] == pytest.approx(figures["decode 2"]["share"])
 
 
 def test_a_figure_that_fails_says_why_and_the_rest_goes_on(result: dict[str, Any]) -> None:
@@ -126,22 +126,6 @@ def test_rates() -> None:
     assert mix_rate([request((10.5, 11.0)), request((11.0, 12.0, 14.0))]) == 5 / 4.0
 
 
-@pytest.mark.parametrize("shape", ["llama-3.1-8b", "smollm2-135m", "tiny"])
-def test_a_step_moves_all_weights_but_the_embedding_and_the_norms(shape: str) -> None:
-    config = DUMMY_SHAPES[shape]
-    norms = (2 * config.num_layers + 1) * config.hidden_size
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    weights = config.count_parameters() - norms - embedding
-    assert decode_bytes(asdict(config), 2, 1000, 3, 50.5) == 2 * weights + 3 * 50.5 * 1000
-
-
-def test_prefill_flops_count_each_product_and_each_visible_pair() -> None:
-    model = asdict(DUMMY_SHAPES["tiny"])
-    pairs = sum(position + 1 for position in range(5))
-    attention = model["num_layers"] * model["num_heads"] * pairs * 2 * (2 * model["head_dim"])
-    assert prefill_flops(model, 3, 5) == 3 * (2 * linear_parameters(model) * 5 + attention)
-
-
 def test_the_mix_is_the_peers() -> None:
     prompts, outputs = zip(*mix_lengths(256), strict=True)
     assert (sum(prompts), sum(outputs)) == (140_857, 141_116)
@@ -158,6 +142,30 @@ def test_a_peers_figure_is_of_the_same_card() -> None:
 def test_a_ratio_above_one_is_better_for_rates_and_for_times() -> None:
     assert Figure.of("m", "rate", "tok/s", [90.0, 120.0, 300.0], peer=100.0).ratio == 1.2
     assert Figure.of("m", "time", "s", [20.0], peer=60.0).ratio == 3.0
+
+
+def test_the_peers_share_is_what_its_own_figure_amounts_to() -> None:
+    """Both move the same bytes: 3 TB at 4 TB/s take 0.75 s, which is half of 1.5 s and a quarter of 3 s."""
+    bytes_moved, copy_bytes_per_s = 3e12, 4e12
+    for unit, ours, theirs in (("s", 1.5, 3.0), ("tok/s", 1 / 1.5, 1 / 3.0)):
+        figure = Figure.of("m", "f", unit, [ours], peer=theirs, share=bytes_moved / 1.5 / copy_bytes_per_s)  # type: ignore[arg-type]
+        assert figure.share == 0.5
+        assert figure.peer_share == pytest.approx(0.25)
+    assert Figure.of("m", "f", "s", [1.0], share=0.5).peer_share is None
+
+
+def test_such_a_figure_fails_the_benchmark(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that reads a byte a second."""
+    monkeypatch.setattr(engine, "measure_limits", lambda device: CardLimits(1.0, 1.0, 1.0))
+    path = tmp_path / "result.json"
+    sizes = "--only decode --decode-batches 1 --input-len 4 --output-len 3 --repeats 1 --set model.device=cpu"
+    with pytest.raises(SystemExit, match=r"error: dummy:tiny, decode 1: .* GB/s cannot be"):
+        engine.main(["--model", "dummy:tiny", *sizes.split(), "-o", str(path)])
+    assert "cannot be" in capsys.readouterr().out
+    (figure,) = json.loads(path.read_text())["figures"]
+    assert figure["median"] is None
 
 
 def test_an_attempt_keeps_the_reason() -> None:
@@ -242,19 +250,21 @@ def test_a_stored_result_becomes_a_table() -> None:
     assert table.markdown([stored]).splitlines() == [
         "**Card, driver 570.1, torch 2.11, triton 3.6, 2026-12-01, commit 0123456, copies 2.90 TB/s, multiplies 701 TFLOP/s**",
         "",
-        "| dummy:x: figure | median | min..max | of the peer | of the limit | not recorded | step |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-        "| decode 8 | 1,500 tok/s | 1,200..1,600 | 1.50 × vLLM | 90% copy | 1,550 tok/s | 5,333 us |",
-        "| idle 8 | 3.4% | – | – | – | – | – |",
-        "| mix 256 | – | – | – | – | – | – |",
+        "| dummy:x: figure | median | min..max | of the peer | of the limit | the peer's | not recorded | step |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| decode 8 | 1,500 tok/s | 1,200..1,600 | 1.50 × vLLM | 90% copy | 60% | 1,550 tok/s | 5,333 us |",
+        "| idle 8 | 3.4% | – | – | – | – | – | – |",
+        "| mix 256 | – | – | – | – | – | – | – |",
     ]
+    shown = table.markdown([stored])
+    for figure in stored["figures"]:
+        del figure["peer_share"]  # as in results of before it was stored
+    assert table.markdown([stored]) == shown
 
 
 def test_the_readme_shows_the_stored_results() -> None:
     text = table.README.read_text(encoding="utf-8")
-    assert table.replace_between_markers(text, table.markdown(table.load_results())) == text, (
-        "run python -m benchmarks.table"
-    )
+    assert table.replace_between_markers(text, table.performance()) == text, "run python -m benchmarks.table"
 
 
 def test_the_table_needs_its_place() -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.gpu_tests import read_report
+from benchmarks.gpu_tests import add_reports, read_report
 
 TESTS = """
 import pytest
@@ -40,4 +40,14 @@ def test_every_outcome_is_counted_and_failures_are_named(tmp_path: Path) -> None
         "tests": {"passed": 3, "failed": 2, "skipped": 1},
         "failed": ["test_some::test_wrong[1]", "test_some::test_without_its_fixture"],
         "files": {"test_other": {"passed": 1}, "test_some": {"passed": 2, "failed": 2, "skipped": 1}},
+    }
+
+
+def test_several_runs_add_up() -> None:
+    first = {"tests": {"passed": 2, "failed": 1}, "failed": ["one::test"], "files": {"one": {"passed": 2, "failed": 1}}}
+    second = {"tests": {"passed": 3}, "failed": [], "files": {"one": {"passed": 1}, "two": {"passed": 2}}}
+    assert add_reports([first, second]) == {
+        "tests": {"passed": 5, "failed": 1},
+        "failed": ["one::test"],
+        "files": {"one": {"passed": 3, "failed": 1}, "two": {"passed": 2}},
     }

@@ -14,6 +14,7 @@ from backend.spec_decode.heads.head_file import save_head
 from backend.spec_decode.heads.medusa import MedusaHeads
 from backend.spec_decode.heads.target import target_fingerprint
 from backend.tokenizer import load_tokenizer
+from benchmarks import acceptance_table
 from benchmarks.speculation_acceptance import main
 from tests.helpers import dense_greedy, make_tiny_llama
 
@@ -37,7 +38,7 @@ def test_categories_and_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str
     folder = make_tiny_llama(tmp_path / "target", eos_token_id=511)
     source = resolve_source(str(folder))
     head = MedusaHeads(72, 3, dtype=torch.float32, device=torch.device("cpu"))
-    head.initialize()
+    head.initialize(torch.Generator().manual_seed(0))
     config = HeadConfig("medusa", "tiny", target_fingerprint(source), 3, (), 512, {})
     save_head(tmp_path / "head", head, config, torch.arange(512))
     questions = tmp_path / "questions.jsonl"
@@ -62,3 +63,9 @@ def test_categories_and_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert whole["num_rounds"] == len(rounds)
         assert whole["mean_length"] == pytest.approx(sum(rounds) / len(rounds))
     assert "by position" in capsys.readouterr().out
+    table = acceptance_table.markdown([result])
+    assert "**Head head (medusa, chains of 3)" in table
+    assert f"| all | {len(expected['all'])} | {sum(expected['all']) / len(expected['all']):.2f} |" in table
+    assert "Short of" not in table
+    measured["kind"], measured["by_category"]["all"]["whole"]["mean_length"] = "eagle", 2.1
+    assert "2.10 tokens of a round instead of 2.20" in acceptance_table.markdown([result])

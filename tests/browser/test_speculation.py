@@ -28,6 +28,7 @@ _SETTINGS = (
     "workload.output_len=200",
     "workload.sampling.ignore_eos=true",
 )
+_ALWAYS = ("speculative.method=ngram", "speculative.adaptive=false")
 _CELL = ".st-key-speculation-rounds path[aria-roledescription='rect mark']"
 
 
@@ -36,7 +37,7 @@ def speculated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     folder = tmp_path_factory.mktemp("speculated")
     with Services(Database.open(f"sqlite:///{folder / 'servelab.db'}")) as services:
         assert run_to_the_end(services, _SETTINGS) == _PLAIN
-        assert run_to_the_end(services, (*_SETTINGS, "speculative.method=ngram")) == _NGRAM
+        assert run_to_the_end(services, (*_SETTINGS, *_ALWAYS)) == _NGRAM
     with running_dashboard(folder) as dashboard:
         yield dashboard
 

@@ -15,6 +15,7 @@ from tests.core.paged_machine import VOCAB, Lab, PagedMachine, _Known, hash_of
 class SpeculativeMachine(PagedMachine):
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     num_right: int | None = None  # of each draft, which then has all tokens that are granted; None: as it comes
+    num_window_tokens: int = 0  # of what is granted, behind the draft
     rounds: list[tuple[str, int, int]] = field(default_factory=list)  # request, drafted, accepted
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
@@ -44,6 +45,10 @@ class SpeculativeMachine(PagedMachine):
         state, rng = self.known[request_id], self.rng
         emitted = output.sampled_token_ids[request_id]
         begin = len(state.token_ids) - 1  # of the draft; the token sampled there is known already
+        for position in range(begin + granted - self.num_window_tokens, begin + granted):
+            self._write(state, position, VOCAB)  # no token of any text
+        granted -= self.num_window_tokens
+        assert granted > 0
         count = granted if self.num_right is not None else rng.randint(0, granted)
         num_right = rng.randint(0, count) if self.num_right is None else min(self.num_right, count)
         draft: list[int] = []
@@ -78,6 +83,7 @@ class SpeculativeLab(Lab):
     adaptive: bool = False
     seed: int = 0
     num_right: int | None = None  # as in `SpeculativeMachine`
+    lookahead: tuple[int, int] | None = None  # window and n-grams
 
     def __post_init__(self) -> None:
         self.overrides = {
@@ -86,11 +92,17 @@ class SpeculativeLab(Lab):
             "speculative.max_batch": self.max_batch,
             "speculative.adaptive": self.adaptive,
         }
+        if self.lookahead:
+            names = ("lookahead_window", "lookahead_ngram")
+            self.overrides |= {f"speculative.{name}": each for name, each in zip(names, self.lookahead, strict=True)}
+            self.overrides["speculative.method"] = "lookahead"
         super().__post_init__()
         rng = random.Random(self.seed)
         self.machine: SpeculativeMachine = SpeculativeMachine(
             self.num_blocks, self.block_size, self.windows, rng=rng, num_right=self.num_right
         )
+        if self.lookahead:
+            self.machine.num_window_tokens = self.lookahead[0] * (self.lookahead[1] - 1)
 
     def complete(self) -> list[RequestOutput]:
         outputs = super().complete()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from backend.core.draft_length import PROBE_STEPS, AdaptiveLength
+from backend.core.draft_length import PROBE_STEPS, AdaptiveLength, DraftCost
 from backend.request import Request
 from backend.sampling_params import SamplingParams
 from tests.core.paged_machine import generate
@@ -20,25 +20,95 @@ def request_with(rate: float | None) -> Request:
     return request
 
 
-@pytest.mark.parametrize("cost", [0.0, 0.03, 0.22, 0.6])
+def expected_speedup(rate: float, k: int, draft: float, verify: float) -> float:
+    """Leviathan et al. 2023, theorem 3.8, with a verification that is not free."""
+    mean_accepted = sum(rate**n for n in range(1, k + 1))
+    return (1 + mean_accepted) / (1 + k * draft + k * verify)
+
+
+def verify_cost(batch_size: int, slope: float, per_draft: float = 0.0) -> float:
+    """From the time of a step over n tokens, 1 + slope (n - 1): what one more for each request adds, in plain steps."""
+
+    def step(num_tokens: int) -> float:
+        return 1 + slope * (num_tokens - 1)
+
+    return (step(2 * batch_size) - step(batch_size)) / step(batch_size) + per_draft
+
+
+@pytest.mark.parametrize(("device", "slope", "per_draft"), [("cpu", 0.22, 0.0), ("cuda", 0.005, 0.025)])
+@pytest.mark.parametrize("batch_size", [1, 2, 16, 256])
+def test_verifying_costs_what_the_tokens_add_to_a_step(
+    batch_size: int, device: str, slope: float, per_draft: float
+) -> None:
+    expected = verify_cost(batch_size, slope, per_draft)
+    assert DraftCost(0.0, device).verify(batch_size) == pytest.approx(expected)
+    assert DraftCost(0.3, device).token(batch_size) == pytest.approx(0.3 + expected)
+
+
+@pytest.mark.parametrize("draft", [0.0, 0.1, 0.45])
+@pytest.mark.parametrize("batch_size", [1, 4, 64])
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.25, 0.5, 0.8, 0.95, 1.0])
-def test_it_is_the_number_with_the_most_tokens_per_time(rate: float, cost: float) -> None:
-    def per_time(k: int) -> float:
-        return sum(rate**n for n in range(k + 1)) / (1 + cost * k)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_it_is_the_number_with_the_most_tokens_per_time(
+    device: str, rate: float, batch_size: int, draft: float
+) -> None:
+    verify = verify_cost(batch_size, *{"cpu": (0.22, 0.0), "cuda": (0.005, 0.025)}[device])
+    limits = AdaptiveLength(7, DraftCost(draft, device)).limits([request_with(rate) for _ in range(batch_size)])
+    assert len(set(limits)) == 1
+    assert expected_speedup(rate, limits[0], draft, verify) == pytest.approx(
+        max(expected_speedup(rate, k, draft, verify) for k in range(8))
+    )
+    assert bool(limits[0]) == (rate > draft + verify), "a draft pays that is accepted more often than it costs"
 
-    limit = AdaptiveLength(7, cost).limit(request_with(rate))
-    assert per_time(limit) == pytest.approx(max(per_time(k) for k in range(8)))
+
+def test_it_is_off_where_too_many_requests_decode() -> None:
+    """With the same rate: what verifying costs grows with the batch, up to a plain step for each token."""
+    length = AdaptiveLength(5, DraftCost(0.0, "cpu"))
+    on = {size: bool(length.limits([request_with(0.6)] * size)[0]) for size in (1, 2, 4, 8, 16)}
+    assert on == {1: True, 2: True, 4: True, 8: False, 16: False}
+    assert [verify_cost(size, 0.22) < 0.6 for size in on] == list(on.values())
 
 
-def test_a_request_that_loses_is_tried_again_now_and_then() -> None:
-    length, request = AdaptiveLength(5, 0.22), request_with(0.05)
-    assert [length.limit(request) for _ in range(2 * PROBE_STEPS)] == 2 * [*[0] * (PROBE_STEPS - 1), 1]
+def test_one_whose_drafts_are_good_does_not_hold_up_all_the_others() -> None:
+    """Drafting takes its time however few it is for: worth it for one alone, and not beside seven who get nothing of it."""
+    cost = DraftCost(0.3, "cuda")
+    good, bad = request_with(0.95), [request_with(0.0) for _ in range(7)]
+    (alone,) = AdaptiveLength(5, cost).limits([good])
+    assert alone > 0
+    k = max(range(6), key=lambda k: expected_speedup(0.95, k, 0.3, verify_cost(8, 0.005, 0.025)))
+    assert k > 0
+    mean_length = (7 + sum(0.95**n for n in range(k + 1))) / 8
+    assert mean_length < 1 + 0.3 * k
+    assert AdaptiveLength(5, cost).limits([good, *bad]) == [0] * 8
+
+
+def test_requests_that_lose_are_tried_again_all_in_one_step() -> None:
+    length, requests = AdaptiveLength(5, DraftCost(0.0, "cpu")), [request_with(0.05), request_with(0.1)]
+    quiet = [[0, 0]] * (PROBE_STEPS - 1)
+    assert [length.limits(requests) for _ in range(2 * PROBE_STEPS)] == 2 * [*quiet, [1, 1]]
+    assert length.limits([]) == []
+
+
+@pytest.mark.parametrize("draft", [0.0, 0.47, 2.0])
+@pytest.mark.parametrize("batch_size", [1, 16])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_drafts_that_are_never_right_cost_little_in_the_long_run(device: str, batch_size: int, draft: float) -> None:
+    """1,000 steps by the model of time that the rule uses: beside plain decoding a few per cent are lost."""
+    length, cost = AdaptiveLength(5, DraftCost(draft, device)), DraftCost(draft, device)
+    requests, time = [request_with(None) for _ in range(batch_size)], 0.0
+    for _ in range(1000):
+        limits = length.limits(requests)
+        time += 1 + draft * max(limits) + cost.verify(batch_size) * sum(limits) / batch_size
+        for request, k in zip(requests, limits, strict=True):
+            if k:
+                length.learn(request, k, 0)
+    assert time < 1000 * (1.03 + draft / PROBE_STEPS)
 
 
 @pytest.mark.parametrize("rate", [0.15, 0.5, 0.9])
 def test_the_rate_of_a_request_is_learnt_from_its_rounds(rate: float) -> None:
     """Tokens accepted independently: the estimate's mean is the rate they are drawn with."""
-    length, request, rng, seen = AdaptiveLength(5, 0.0), request_with(None), random.Random(1), []
+    length, request, rng, seen = AdaptiveLength(5, DraftCost()), request_with(None), random.Random(1), []
     for _ in range(3000):
         accepted = 0
         while accepted < 5 and rng.random() < rate:

@@ -54,6 +54,39 @@ def test_tokens_are_those_of_plain_decoding(name: str, seed: int) -> None:
     assert drafted == (name != "a budget of one")
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_tokens_are_those_of_plain_decoding_with_windows_behind_the_drafts(name: str) -> None:
+    lab = SpeculativeLab(seed=1, lookahead=(4, 3), **SETTINGS[name])
+    for key, prompt in PROMPTS.items():
+        lab.add(key, prompt, max_tokens=20)
+    windows = SETTINGS[name].get("windows", (None,))
+    assert lab.run() == {key: generate(prompt, 20, windows=windows) for key, prompt in PROMPTS.items()}
+    assert bool(lab.machine.rounds) == (name not in ("a budget of one", "a budget of seven"))
+
+
+def test_a_window_runs_whole_or_not_at_all() -> None:
+    """Beside at least one draft, within the budget's share and the context; beyond a request's own end it may reach."""
+    lab = SpeculativeLab(lookahead=(4, 3), num_right=0, num_blocks=200, max_model_len=40, max_num_batched_tokens=24)
+    lab.add("a", prompt_of(9), max_tokens=6)
+    assert lab.run()["a"] == generate(prompt_of(9), 6)
+    assert [step.num_draft_tokens for step in lab.steps] == [None, *({"a": 8 + count} for count in (4, 3, 2, 1)), None]
+    lab.add("end", prompt_of(24), max_tokens=100)
+    assert lab.run()["end"] == generate(prompt_of(24), 16)
+    granted = [step.num_draft_tokens for step in lab.steps[6:]]
+    counts = [13, 13, 13, 12, 11, 10, 9]  # with 27 tokens and 13 the context is full
+    assert granted == [None, *({"end": count} for count in counts), *[None] * 8]
+    for key in "bc":
+        lab.add(key, prompt_of(3, ord(key)), max_tokens=10)
+    num_steps = len(lab.steps)
+    lab.run()
+    assert lab.steps[num_steps + 1].num_draft_tokens == {"b": 11, "c": 11}, "22 are left beside their tokens"
+    for key in "def":
+        lab.add(key, prompt_of(3, ord(key)), max_tokens=10)
+    num_steps = len(lab.steps)
+    lab.run()
+    assert lab.steps[num_steps + 1].num_draft_tokens == {"e": 11, "f": 10}, "a third of 21 holds no window"
+
+
 @settings(max_examples=120, deadline=None)
 @given(st.integers(0, 10**6))
 def test_random_traffic_with_aborts_and_stops(seed: int) -> None:

@@ -136,6 +136,7 @@ def check_idle(host: EngineHost) -> None:
 
 
 def config_of(model: object, **overrides: Any) -> EngineConfig:
-    """Overrides with `__` for the dot: `cache__num_blocks=8`."""
+    """Overrides with `__` for the dot: `cache__num_blocks=8`. Whoever speculates drafts whatever it is worth."""
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
-    return EngineConfig().with_overrides({"model.name": str(model), "model.device": "cpu"} | dotted)
+    always = {"model.name": str(model), "model.device": "cpu", "speculative.adaptive": False}
+    return EngineConfig().with_overrides(always | dotted)

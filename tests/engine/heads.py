@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,15 @@ from backend.spec_decode.heads.target import DenseTarget, target_fingerprint
 from backend.spec_decode.heads.unroll import DraftHead
 from tests.engine.driving import Answer, answers, config_of
 from tests.engine.test_engine_host import StepSink
-from tests.spec_decode.tiny_heads import CPU, FEATURE_LAYERS, dense_chain, dense_states, random_eagle, random_medusa
+from tests.spec_decode.tiny_heads import (
+    CPU,
+    FEATURE_LAYERS,
+    dense_chain,
+    dense_states,
+    make_target,
+    random_eagle,
+    random_medusa,
+)
 
 KINDS: tuple[HeadKind, ...] = ("eagle", "medusa")
 NUM_HEADS = 4  # of a Medusa
@@ -28,6 +37,20 @@ NUM_HEADS = 4  # of a Medusa
 
 def random_head(kind: HeadKind, target: DenseTarget, feature_layers: Sequence[int] = FEATURE_LAYERS) -> DraftHead:
     return random_eagle(target, len(feature_layers)) if kind == "eagle" else random_medusa(target, NUM_HEADS)
+
+
+def make_few_tokens(folder: Path, vocab_size: int) -> Path:
+    """A model of few tokens, which a head can learn in a moment."""
+    make_target(folder, vocab_size)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    special = tokenizer["added_tokens"]
+    for token_id, token in enumerate(special, start=vocab_size - len(special)):
+        token["id"] = token_id
+    letters = {token: at for token, at in tokenizer["model"]["vocab"].items() if at < vocab_size - len(special)}
+    tokenizer["model"]["vocab"] = letters
+    path.write_text(json.dumps(tokenizer))
+    return folder
 
 
 def save(

@@ -145,6 +145,7 @@ def test_the_default_model_in_its_default_dtype(gpu_host: EngineHost, smollm2: M
         assert_greedy(oracle, questions[text], answer.token_ids, max_gap=0.5)
 
 
+@pytest.mark.alone
 def test_the_pool_keeps_to_its_share_of_the_card(gpu_host: EngineHost) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     gpu_host.load(config_of("dummy:llama-3.1-8b", model__device="cuda", cache__gpu_memory_utilization=0.6))

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend.config import EngineConfig
 from backend.core.kv_groups import KVGroupSpec
-from backend.core.speculation import resolve_speculation
 from backend.engine.engine_host import EngineHost
 from backend.errors import ConfigError, ModelError
 from backend.models.sources import resolve_source
@@ -28,6 +26,7 @@ from tests.engine.heads import (
     check_drafts,
     heading,
     load_drafter,
+    make_few_tokens,
     num_accepted,
     num_drafted,
     random_head,
@@ -37,7 +36,8 @@ from tests.engine.test_samples import samples, submit_samples
 from tests.engine.test_speculative_sampling import LENGTH, TEMPERATURE, TOP_K, chi_square, law_of, too_large
 from tests.engine.test_speculative_sampling import PROMPT as SAMPLED_PROMPT
 from tests.helpers import dense_greedy, load_oracle, make_tiny_llama, make_tiny_model
-from tests.spec_decode.tiny_heads import CPU, FEATURE_LAYERS, greedy_conversations, make_target, random_ids
+from tests.spec_decode.tiny_heads import CPU, FEATURE_LAYERS, greedy_conversations, random_ids
+from tests.worker.recorded_graphs import recorded_graphs
 
 VOCAB_SIZE = 40
 VOCABULARY = torch.tensor([*range(9), *range(10, VOCAB_SIZE)])  # token 9 is never drafted
@@ -59,18 +59,7 @@ def check_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of few tokens, which a head can learn in a moment."""
-    folder = tmp_path_factory.mktemp("models") / "few-tokens"
-    make_target(folder, VOCAB_SIZE)
-    path = folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    special = tokenizer["added_tokens"]
-    for token_id, token in enumerate(special, start=VOCAB_SIZE - len(special)):
-        token["id"] = token_id
-    letters = {token: at for token, at in tokenizer["model"]["vocab"].items() if at < VOCAB_SIZE - len(special)}
-    tokenizer["model"]["vocab"] = letters
-    path.write_text(json.dumps(tokenizer))
-    return folder
+    return make_few_tokens(tmp_path_factory.mktemp("models") / "few-tokens", VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +119,23 @@ def test_tokens_are_those_of_plain_decoding_and_drafts_those_of_the_head_alone(
         check_drafts(drafter, PROMPTS, collected, rounds[turn::3])
         if name in ("preempted", "swapped"):
             assert sum(answer.last.num_preemptions or 0 for answer in collected.values()) > 0
+
+
+@pytest.mark.parametrize(("kind", "block_size"), [("eagle", 1), ("eagle", 4), ("eagle", 16), ("medusa", 4)])
+def test_drafts_in_graphs_are_those_of_the_head_alone_where_many_are_accepted(
+    model: Path, heads: Heads, expected: dict[str, list[int]], kind: HeadKind, block_size: int
+) -> None:
+    """Also those that are made of the round before, while their requests' blocks end here and there."""
+    folder, small = heads[kind, "trained"], {"model__max_model_len": 128, "scheduler__max_num_seqs": 7}
+    with recorded_graphs() as replays:
+        host = EngineHost()
+        host.load(heading(model, kind, folder, cache__block_size=block_size, **small))
+        collected, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
+        host.close()
+    assert {key: answer.token_ids for key, answer in collected.items()} == expected
+    assert num_accepted(rounds) > 20
+    check_drafts(load_drafter(folder, model), PROMPTS, collected, rounds)
+    assert replays["round_graphs"] > 20
 
 
 @pytest.mark.parametrize(
@@ -260,14 +266,6 @@ def test_what_a_medusa_has_no_heads_for_is_not_asked_of_it(host: EngineHost, mod
     assert not any("num_speculative_tokens" in notice for notice in info.notices)
     _, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
     assert max(len(it.draft_token_ids) for it in rounds) == 3
-
-
-def test_with_cuda_graphs_steps_run_without_them_and_the_run_says_so() -> None:
-    config = EngineConfig().with_overrides({"kernels.enforce_eager": False})
-    for method, is_eager in (("eagle", True), ("medusa", True), ("ngram", False)):
-        resolved, notices = resolve_speculation(config.with_overrides({"speculative.method": method}))
-        assert resolved.kernels.enforce_eager == is_eager
-        assert any("kernels.enforce_eager is on" in notice for notice in notices) == is_eager
 
 
 def test_a_block_counts_the_bytes_of_the_head_s_layer(host: EngineHost, model: Path, heads: Heads) -> None:

@@ -14,7 +14,7 @@ from tests.interpreter import interpret_without_cuda
 interpret_without_cuda()
 
 from backend.engine.engine_host import EngineHost  # noqa: E402
-from backend.models.decoder import Decoder  # noqa: E402
+from backend.layers.linear import Linear  # noqa: E402
 from backend.models.sources import resolve_source  # noqa: E402
 from backend.spec_decode.heads.head_config import HeadKind  # noqa: E402
 from backend.spec_decode.heads.target import DenseTarget  # noqa: E402
@@ -41,7 +41,7 @@ ON_KERNELS: dict[str, Any] = {"kernels__backend": "triton", "kernels__enforce_ea
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineHost]:
-    monkeypatch.setattr(Decoder, "prepare", lambda self: None)  # weights as a GPU has them, not laid out for a CPU
+    monkeypatch.setattr(Linear, "prepare", lambda self: None)  # weights as a GPU has them, not laid out for a CPU
     host = EngineHost()
     yield host
     host.close()

@@ -88,3 +88,23 @@ def test_verification_is_a_graph_replay(
         assert {key: answer.token_ids for key, answer in collected.items()} == expected
         assert any(drafted for _, drafted, _ in proposer.drafted)
     assert not calls["eager"]
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_batch_invariant_tokens_are_equal_bit_for_bit_speculated(
+    gpu_host: EngineHost, tiny_llama: Path, method: str
+) -> None:
+    """bfloat16: alone and plain, then at once with drafts of which some are right and some are not."""
+    settings = {"model__device": "cuda", "model__dtype": "bfloat16", "kernels__batch_invariant": True}
+    options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    gpu_host.load(config_of(tiny_llama, **settings))
+    alone = {key: answers(gpu_host, {key: prompt}, **options)[key].token_ids for key, prompt in prompts().items()}
+    for overrides in ({}, {"scheduler__max_num_batched_tokens": 33}, {"kernels__enforce_eager": True}):
+        gpu_host.load(
+            config_of(tiny_llama, speculative__method=method, speculative__adaptive=False, **settings, **overrides)
+        )
+        collected = answers(gpu_host, prompts(), **options)
+        assert {key: answer.token_ids for key, answer in collected.items()} == alone, overrides
+        counts = [answer.last.speculation or (0, 0, 0) for answer in collected.values()]
+        drafted, accepted = (sum(count[place] for count in counts) for place in (1, 2))
+        assert 0 < accepted < drafted, overrides

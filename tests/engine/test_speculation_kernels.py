@@ -50,3 +50,17 @@ def test_a_draft_model_leaves_the_tokens_of_the_dense_model(host: EngineHost, tm
         # The same by draws: what is drafted has the target's distribution, by both kernels and by plain torch.
         sampled = answers(host, PROMPTS, max_tokens=6, ignore_eos=True, temperature=0.7, top_k=20, seed=2)
         assert {answer.last.speculation for answer in sampled.values()} == {(2, 3, 3)}
+
+
+def test_lookahead_leaves_the_tokens_of_the_dense_model(host: EngineHost, tmp_path: Path) -> None:
+    """Drafts and a window in one pass under a mask, beside a prompt that comes in chunks."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 272, "num_hidden_layers": 1}
+    model = make_tiny_llama(tmp_path, **shape, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    oracle = load_oracle(model)
+    expected = {key: dense_greedy(oracle, prompt, 5) for key, prompt in PROMPTS.items()}
+    settings = {"method": "lookahead", "num_speculative_tokens": 2, "lookahead_window": 2, "lookahead_ngram": 3}
+    speculative = {f"speculative__{key}": value for key, value in settings.items()}
+    host.load(config_of(model, **ON_KERNELS, **speculative, scheduler__max_num_batched_tokens=9))
+    collected = answers(host, PROMPTS, max_tokens=5, ignore_eos=True)
+    assert {key: answer.token_ids for key, answer in collected.items()} == expected
+    assert all(answer.last.speculation.num_rounds for answer in collected.values() if answer.last.speculation)

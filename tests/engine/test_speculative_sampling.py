@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,14 @@ def law(tiny_llama: Path) -> dict[tuple[int, ...], float]:
     return law_of(tiny_llama)
 
 
-def law_of(model: Path) -> dict[tuple[int, ...], float]:
+def law_of(model: Path, prompt: Sequence[int] = PROMPT) -> dict[tuple[int, ...], float]:
     """The probability of each output, by transformers' logits along the tree of all of them."""
     oracle = load_oracle(model)
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         grown = {}
         for output, probability in found.items():
-            logits = dense_logits(oracle, [*PROMPT, *output])[-1] / TEMPERATURE
+            logits = dense_logits(oracle, [*prompt, *output])[-1] / TEMPERATURE
             best = logits.topk(TOP_K)
             for share, token_id in zip(torch.softmax(best.values, 0).tolist(), best.indices.tolist(), strict=True):
                 grown[*output, token_id] = probability * share

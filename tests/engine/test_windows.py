@@ -225,6 +225,7 @@ def test_a_dummy_with_windows_can_be_tried(host: EngineHost) -> None:
 )
 def test_on_a_gpu(host: EngineHost, model: Model, overrides: dict[str, Any]) -> None:
     """In graphs and without them; 130 tokens take a decode graph's tables over many blocks and out of the window."""
-    host.load(config_of(model.folder, **(overrides | {"model__device": "cuda", "model__dtype": "float32"})))
+    on_gpu = {"model__device": "cuda", "model__dtype": "float32", "cache__num_blocks": 1024}
+    host.load(config_of(model.folder, **(on_gpu | overrides)))
     expected = {key: dense_greedy(model.oracle, prompt, 130) for key, prompt in PROMPTS.items()}
     assert tokens(host, PROMPTS, max_tokens=130, ignore_eos=True) == expected

@@ -195,7 +195,9 @@ def test_a_verdict_is_stored_and_read_again() -> None:
 def test_plain_decoding_has_the_same_engine_without_speculation() -> None:
     engine = NGRAM.with_overrides({"cache.block_size": 32, "speculative.num_speculative_tokens": 3})
     config = CertificateConfig(model="dummy:tiny", engine=engine)
-    assert config.speculative_engine == engine.with_overrides({"model.name": "dummy:tiny"})
+    assert config.speculative_engine == engine.with_overrides(
+        {"model.name": "dummy:tiny", "speculative.adaptive": False}
+    )
     assert config.plain_engine == EngineConfig().with_overrides({"cache.block_size": 32, "model.name": "dummy:tiny"})
     with pytest.raises(ConfigError, match=r"set speculative\.method"):
         _ = CertificateConfig().plain_engine

@@ -23,17 +23,15 @@ from backend.sample.rejection_sampler import RejectionSampler, VerifiedRound
 from backend.sampling_params import SamplingParams
 from tests.helpers import dense_logits, make_tiny_llama
 
-NGRAM = EngineConfig().with_overrides({"speculative.method": "ngram"})
+ALWAYS = {"speculative.method": "ngram", "speculative.adaptive": False}
+NGRAM = EngineConfig().with_overrides(ALWAYS)
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[tuple[LLMEngine, LLMEngine]]:
     """Plain, and with n-grams."""
     config = EngineConfig().with_overrides({"model.name": "dummy:tiny", "scheduler.max_num_seqs": 64})
-    loaded = [
-        load_engine(each, lambda phase: None).engine
-        for each in (config, config.with_overrides({"speculative.method": "ngram"}))
-    ]
+    loaded = [load_engine(each, lambda phase: None).engine for each in (config, config.with_overrides(ALWAYS))]
     yield loaded[0], loaded[1]
     for engine in loaded:
         engine.executor.shutdown()
@@ -134,6 +132,20 @@ def small(tmp_path: Path) -> CertificateConfig:
 
 def run(config: CertificateConfig, sink: Any) -> RunEnd:
     return run_lab(config, sink, sink.cancel)
+
+
+def test_what_would_lose_is_certified_all_the_same(small: CertificateConfig) -> None:
+    """On a CPU with 64 requests hardly any draft pays: the certificate is of rounds, and says so."""
+    engine = small.engine.with_overrides({"speculative.adaptive": True})
+    asked = CertificateConfig.from_dict(small.to_dict() | {"engine": engine.to_dict()})
+    sink = Sink(threading.Event())
+    run(asked, sink)
+    ((_, data),) = sink.chunks
+    assert read_verdict(data).sampled_origins.get("recovered", 0) > 0
+    (start,) = sink.starts
+    assert any("speculative.adaptive was turned off" in notice for notice in start.notices)
+    assert start.resolved_config["engine"]["speculative"]["adaptive"] is False
+    assert start.resolved_config["num_samples"] == 64
 
 
 def test_a_run_gives_its_verdict_as_a_chunk(small: CertificateConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.cli import main
+from backend.config import EngineConfig
+from backend.engine.loading import files_fingerprint, load_engine
 from backend.errors import ConfigError, ModelError
 from backend.models.sources import resolve_source
 from backend.spec_decode.heads import shipped
-from backend.spec_decode.heads.head_config import HeadConfig, read_head_config
+from backend.spec_decode.heads.head_config import HeadConfig, read_head_config, refuse_head
 from backend.spec_decode.heads.head_file import LoadedHead, load_head, save_head
 from backend.spec_decode.heads.shipped import shipped_head
 from backend.spec_decode.heads.target import DenseTarget, target_fingerprint
@@ -48,6 +50,23 @@ def config(kind: Any, fingerprint: str, **changes: Any) -> HeadConfig:
 
 def load(path: Path, target: DenseTarget, fingerprint: str) -> LoadedHead:
     return load_head(path, target.config, fingerprint, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_a_head_named_as_a_draft_model_is_told_where_it_goes(
+    tmp_path: Path, folder: Path, target: DenseTarget, fingerprint: str, kind: str
+) -> None:
+    head = random_eagle(target) if kind == "eagle" else random_medusa(target)
+    save_head(tmp_path, head, config(kind, fingerprint), VOCABULARY)
+    settings = {"model.name": str(folder), "speculative.method": "draft_model", "speculative.model": str(tmp_path)}
+    asked = EngineConfig().with_overrides(settings)
+    for read in (files_fingerprint, lambda each: load_engine(each, lambda phase: None)):
+        with pytest.raises(
+            ConfigError, match=f"holds a head of kind {kind}: it goes with speculative.method = '{kind}', and not with"
+        ):
+            read(asked)
+    refuse_head(str(folder))
+    refuse_head("smollm2-135m")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
@@ -112,7 +131,7 @@ def test_damage_is_named(tmp_path: Path, target: DenseTarget, fingerprint: str) 
             load(tmp_path, target, fingerprint)
 
     refused("kind 'other' is no draft head's", kind="other")
-    refused("blocks.weight has shape", num_speculative_tokens=3)
+    refused("outputs has shape", num_speculative_tokens=3)
     refused("not an ascending list of 100 ids", draft_vocab_size=100)
     refused("feature_layers", feature_layers=[1])
     refused("feature_layers", kind="eagle", feature_layers=[2, 1])

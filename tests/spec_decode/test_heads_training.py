@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from app.cli import main
-from backend.errors import ConfigError
+from backend.errors import ConfigError, ModelError
 from backend.models.sources import resolve_source
 from backend.spec_decode.heads import train_head
 from backend.spec_decode.heads.head_config import read_head_config
@@ -101,11 +102,13 @@ def plan(**changes: Any) -> HeadPlan:
     return HeadPlan(**(values | changes))
 
 
-def run(target: Path, output: Path, should_stop: Callable[[], bool] = never, **changes: Any) -> Any:
+def run(
+    target: Path, output: Path, should_stop: Callable[[], bool] = never, deadline: float = math.inf, **changes: Any
+) -> Any:
     stages: list[str] = []
     progress: list[Progress] = []
     training = HeadTraining(resolve_source(str(target)), plan(**changes), output)
-    return training.run(lambda what, *_: stages.append(what), progress.append, should_stop), stages
+    return training.run(lambda what, *_: stages.append(what), progress.append, should_stop, deadline), stages
 
 
 def test_slices_make_the_head_of_a_whole_run(small: Path, tmp_path: Path) -> None:
@@ -122,7 +125,11 @@ def test_slices_make_the_head_of_a_whole_run(small: Path, tmp_path: Path) -> Non
         result, stages = run(small, output, after(number if step else 0))
         assert result.step == step
         assert "writing conversations" not in stages
-        assert read_head_config(output).training["steps_done"] == step
+        assert (result.config is None) == (step == 0)
+        if step == 0:
+            assert not (output / "config.json").exists(), "what has learnt nothing is no head"
+        else:
+            assert read_head_config(output).training["steps_done"] == step
     with pytest.raises(ConfigError, match="another kind"):
         run(small, output, kind="medusa")
     finished, _ = run(small, output)
@@ -132,6 +139,31 @@ def test_slices_make_the_head_of_a_whole_run(small: Path, tmp_path: Path) -> Non
     assert not (output / "training").exists()
     with pytest.raises(ConfigError, match="finished"):
         run(small, output)
+
+
+def test_slices_too_short_for_anything_come_to_an_end(small: Path, tmp_path: Path) -> None:
+    """Each writes a part of the data or learns a step, and until the first step there is no head."""
+    output, done = tmp_path / "slices", []
+    while not done or done[-1][1] < 4:
+        result, _ = run(small, output, deadline=0.0)
+        assert not done or (result.num_tokens, result.step) > done[-1]
+        done.append((result.num_tokens, result.step))
+        assert (output / "config.json").exists() == (result.step > 0)
+        assert len(done) < 20
+    whole, _ = run(small, tmp_path / "whole")
+    assert whole.step == 4
+    assert (output / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
+def test_an_untrained_head_is_told_from_one_that_is_ready(small: Path, tmp_path: Path) -> None:
+    output = tmp_path / "head"
+    run(small, output, after(4))
+    config = json.loads((output / "config.json").read_text())
+    assert config["training"]["steps_done"] > 0
+    config["training"]["steps_done"] = 0
+    (output / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="a head that is not trained yet; go on with: servelab heads train -o"):
+        read_head_config(output)
 
 
 def test_the_command_makes_a_head(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,8 @@ def dense_chain(
     head, target, rows = drafter.head, drafter.target, drafter.draft_rows
     vocabulary, tokens = drafter.draft_token_ids, list(token_ids[:num_known])
     if not isinstance(head, EagleHead):
-        hidden = head(states.last[0, num_known - 2, None])[0, :num_steps]
+        following = F.embedding(torch.tensor(tokens[-1:]), target.embedding)
+        hidden = head(head.fuse(states.last[0, num_known - 2, None], following))[0, :num_steps]
         return vocabulary[(hidden @ rows.t()).argmax(-1)].tolist()
     features = head.fuse(states.features[0, : num_known - 1])
     for _ in range(num_steps):

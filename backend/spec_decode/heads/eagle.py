@@ -92,8 +92,12 @@ class EagleHead(nn.Module):
             float [num_tokens, hidden]: the features of the next position, and, after `final_norm`, what the target's output
             head makes logits of.
         """
-        joined = torch.cat((self.embedding_norm(embedded), self.feature_norm(features)), dim=-1)
-        return self.layer(self.joint(joined), positions, cos_sin_cache, layer_cache, metadata, attention)
+        joined = self.join(embedded, features)
+        return self.layer(joined, positions, cos_sin_cache, layer_cache, metadata, attention)
+
+    def join(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """What the layer takes of an entry's two halves; shapes as in `forward`."""
+        return self.joint(torch.cat((self.embedding_norm(embedded), self.feature_norm(features)), dim=-1))
 
     @torch.no_grad()
     def initialize(self, final_norm: Tensor, generator: torch.Generator) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from backend.errors import ModelError
+from backend.errors import ConfigError, ModelError
 from backend.models.json_fields import JsonFields, shown
 
 HeadKind = Literal["eagle", "medusa"]
@@ -43,8 +43,21 @@ class HeadConfig:
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
 
+def refuse_head(model: str) -> None:
+    """Raise `ConfigError` where what is named as a draft model is the folder of a head."""
+    if not Path(model, CONFIG_NAME).is_file():
+        return
+    fields = JsonFields(Path(model, CONFIG_NAME))
+    kind = fields.get("kind")
+    if kind in KINDS and fields.has("target_fingerprint"):
+        raise ConfigError(
+            f"speculative.model = {model!r} holds a head of kind {kind}: it goes with speculative.method = {kind!r}, and not "
+            "with 'draft_model'"
+        )
+
+
 def read_head_config(folder: Path) -> HeadConfig:
-    """Raises `ModelError` for a folder that holds no head, or one with values that cannot be."""
+    """Raises `ModelError` for a folder that holds no head or an untrained one, or one with values that cannot be."""
     if not (folder / CONFIG_NAME).is_file():
         raise ModelError(
             f"{folder} holds no draft head: {CONFIG_NAME} is missing; one is made by: servelab heads train"
@@ -59,6 +72,8 @@ def read_head_config(folder: Path) -> HeadConfig:
     if layers != sorted(set(layers)) or bool(layers) != (kind == "eagle"):
         raise fields.error(f"feature_layers {shown(layers)} is not an ascending list, or not empty as a Medusa's is")
     training = fields.get("training")
+    if isinstance(training, dict) and training.get("steps_done") == 0:
+        raise ModelError(f"{folder} holds a head that is not trained yet; go on with: servelab heads train -o {folder}")
     return HeadConfig(
         kind=kind,
         target=fields.text("target", "unknown"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
@@ -73,7 +75,7 @@ class HeadResult:
     """
     Attributes:
         step: done, of `plan.training.num_steps`; 0 also where the conversations are not all written.
-        config: of the head as it is; None before the first step.
+        config: of the head as it is; None before the first step, when there is none.
     """
 
     step: int
@@ -102,18 +104,21 @@ class HeadTraining:
         on_stage: Callable[[str, float, float], None],
         on_progress: Callable[[Progress], None],
         should_stop: Callable[[], bool] = lambda: False,
+        deadline: float = math.inf,
     ) -> HeadResult:
         """Go on to the end, or to where a stop is asked for; a part of the data, or a step, that began is done first.
 
         Args:
             on_stage: called with what is being done, how many tokens of it are, and of how many.
+            deadline: of `time.perf_counter`, when to stop by itself. However early it is, a part or a step is done before: so
+                any number of slices comes to an end.
         Raises:
             ConfigError: the folder's work is another's.
             CapacityError, EngineError, ModelError: the model does not fit or fails, or a file cannot be read or written.
         """
         plan = self._plan
         data = DataFolder(self._data_path, self._made_by())
-        if not self._write_data(data, on_stage, should_stop):
+        if not self._write_data(data, on_stage, should_stop, deadline):
             return HeadResult(0, data.num_tokens, None, None)
         conversations = data.read(plan.num_tokens)
         training, held_out = split_held_out(conversations)
@@ -128,7 +133,9 @@ class HeadTraining:
         new_head(head, target, plan.training.seed)
         trainer = HeadTrainer(head, target, config.feature_layers, draft_token_ids, plan.training)
         self._restore(trainer)
-        is_finished = trainer.train(training, on_progress, should_stop)
+        is_finished = trainer.train(training, on_progress, should_stop, deadline)
+        if trainer.step == 0:  # what has learnt nothing is not to be taken for a head
+            return HeadResult(0, data.num_tokens, None, None)
         on_stage("measuring acceptance", 0, 0)
         acceptance = trainer.held_out_acceptance(held_out)
         record = {
@@ -176,10 +183,14 @@ class HeadTraining:
         }
 
     def _write_data(
-        self, data: DataFolder, on_stage: Callable[[str, float, float], None], should_stop: Callable[[], bool]
+        self,
+        data: DataFolder,
+        on_stage: Callable[[str, float, float], None],
+        should_stop: Callable[[], bool],
+        deadline: float,
     ) -> bool:
         """Have conversations written until there are enough; whether there are."""
-        plan, kind = self._plan, self._device.type
+        plan, kind, first_part = self._plan, self._device.type, data.num_parts
         if data.num_tokens >= plan.num_tokens:
             return True
         config = EngineConfig().with_overrides(
@@ -196,7 +207,7 @@ class HeadTraining:
             host.load(config)
             writer = ConversationWriter(host, self._max_length)
             while data.num_tokens < plan.num_tokens:
-                if should_stop():
+                if should_stop() or (data.num_parts > first_part and time.perf_counter() >= deadline):
                     return False
                 on_stage("writing conversations", data.num_tokens, plan.num_tokens)
                 first = data.num_parts * _CONVERSATIONS_AT_ONCE[kind]

@@ -96,9 +96,12 @@ class HeadTrainer:
         conversations: Sequence[Conversation],
         on_progress: Callable[[Progress], None] = lambda progress: None,
         should_stop: Callable[[], bool] = lambda: False,
+        deadline: float = math.inf,
     ) -> bool:
         """Go on until all steps are done, or none more is to begin. Whether they are done.
 
+        Args:
+            deadline: of `time.perf_counter`, behind which no step but the first of this call begins.
         Raises:
             ModelError: the loss is no longer finite.
         """
@@ -107,7 +110,7 @@ class HeadTrainer:
         losses: list[Tensor] = []
         first_step, num_tokens, started = self.step, 0, time.perf_counter()
         while self.step < settings.num_steps:
-            if should_stop():
+            if should_stop() or (self.step > first_step and time.perf_counter() >= deadline):
                 return False
             batch = next(source)
             losses.append(self._train_step(batch))
@@ -199,8 +202,9 @@ class HeadTrainer:
 
 def new_head(head: DraftHead, target: DenseTarget, seed: int) -> DraftHead:
     """`head` with the weights that training begins with."""
+    generator = torch.Generator().manual_seed(seed)
     if isinstance(head, EagleHead):
-        head.initialize(target.model.final_norm.weight, torch.Generator().manual_seed(seed))
+        head.initialize(target.model.final_norm.weight, generator)
     else:
-        head.initialize()
+        head.initialize(generator)
     return head

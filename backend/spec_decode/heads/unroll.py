@@ -32,13 +32,14 @@ def unroll(
         states: of `token_ids`, int64 [num_sequences, length].
         num_steps: no more than a Medusa has heads.
     """
+    embedded = F.embedding(token_ids, target.embedding)
     if isinstance(head, MedusaHeads):
-        ahead = head(states.last.flatten(0, 1)).unflatten(0, token_ids.shape)
+        following = embedded.roll(-1, dims=1).flatten(0, 1)
+        ahead = head(head.fuse(states.last.flatten(0, 1), following)).unflatten(0, token_ids.shape)
         for step in range(num_steps):
             yield ahead[:, :, step]
         return
     num_sequences, length = token_ids.shape
-    embedded = F.embedding(token_ids, target.embedding)
     features = head.fuse(states.features.flatten(0, 1))
     attention = UnrolledAttention(num_sequences)
     last_position = target.config.max_position_embeddings - 1

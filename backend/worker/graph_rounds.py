@@ -1,0 +1,124 @@
+"""`GraphRounds`: speculative rounds by way of `RoundGraphs`, from the scheduler's word to the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from backend.core.output import PendingOutput, SchedulerOutput
+from backend.sample.metadata import copy_to
+from backend.spec_decode.proposer import DraftOutput, DraftRequest
+from backend.worker.round_download import RoundDownload, num_round_bytes
+from backend.worker.round_graphs import RoundGraphs, RoundParts
+from backend.worker.speculation import Speculation
+from backend.worker.speculative_batch import SpeculativeInputBatch
+from backend.worker.step_tensors import HostBuffers
+
+
+class GraphRounds:
+    """Takes steps in which all requests decode greedily, without banned ids, and no more than there are graphs for.
+
+    Sampled requests are drafted for and verified op by op: their filters sort whole vocabularies, which takes memory in each
+    graph and far longer than to launch.
+
+    Args:
+        not_finite: what to say of a request without usable logits.
+    """
+
+    def __init__(
+        self,
+        graphs: RoundGraphs,
+        parts: RoundParts,
+        speculation: Speculation,
+        batch: SpeculativeInputBatch,
+        uploads: HostBuffers,
+        downloads: HostBuffers,
+        not_finite: str,
+    ) -> None:
+        self._graphs = graphs
+        self._chain, self._head = parts.chain, parts.head
+        self._speculation = speculation
+        self._batch = batch
+        self._uploads, self._downloads = uploads, downloads
+        self._not_finite = not_finite
+        # What the last round has drafted for the next one: the slots of its requests, and how many tokens each.
+        self._ahead: dict[str, int] = {}
+        self._num_ahead = 0
+
+    def takes(self, scheduled: SchedulerOutput) -> bool:
+        """Whether a step can be such a round. To be asked when the batch knows of the step."""
+        if not scheduled.num_draft_tokens or not self._graphs.fits(len(scheduled.num_scheduled_tokens)):
+            return False
+        is_decode = set(scheduled.kinds.values()) == {"decode"}
+        return (
+            is_decode
+            and scheduled.total_num_scheduled_tokens == len(scheduled.num_scheduled_tokens)
+            and self._batch.is_greedy_round(scheduled)
+        )
+
+    def run(
+        self, scheduled: SchedulerOutput, run_plain: Callable[[SchedulerOutput], PendingOutput]
+    ) -> PendingOutput | None:
+        """Start the round; None where graphs cannot draft for it.
+
+        Args:
+            run_plain: starts the step without drafts, where there are none.
+        """
+        speculation, requests = self._speculation, self._batch.requests(scheduled)
+        request_ids = [request.request_id for request in requests]
+        times, output = speculation.begin_round() if self._chain is None else None, None
+        if times is not None:
+            output = speculation.propose(requests)
+            counts = output.num_tokens
+        else:
+            counts = self._prepare(requests)
+        if counts is None or not any(counts):
+            self.forget()
+            return None if counts is None else run_plain(scheduled)
+        step = self._batch.build_round(scheduled, dict(zip(request_ids, counts, strict=True)))
+        length = self._graphs.start(step, self._uploads)
+        if output is not None:
+            self._put(output, requests)
+        elif times is None:
+            times = speculation.begin_round()
+            if not self._are_drafted(requests, counts):
+                self._graphs.draft()
+        assert times is not None
+        times.clock.mark()
+        packed, shape = self._graphs.verify()
+        num_draft_tokens = step.num_draft_tokens.tolist()
+        buffer = self._downloads.next(num_round_bytes(*shape))
+        download = RoundDownload(step.request_ids, num_draft_tokens, packed, shape, buffer, times, self._not_finite)
+        if self._head is not None:
+            with speculation.preparing():
+                self._graphs.go_on()
+                self._head.observed()
+            self._ahead = dict(zip(step.request_ids, step.num_slots.tolist(), strict=True))
+            self._num_ahead = length
+        return download
+
+    def forget(self) -> None:
+        """Another kind of step comes between: what has been drafted for the next round is not what comes next."""
+        self._ahead.clear()
+
+    def _are_drafted(self, requests: Sequence[DraftRequest], counts: Sequence[int]) -> bool:
+        """Whether the round before has left these drafts, each with a slot for all that it was drafted from."""
+        return all(
+            count <= self._num_ahead and request.num_tokens + count - 2 <= self._ahead.get(request.request_id, 0)
+            for request, count in zip(requests, counts, strict=True)
+        )
+
+    def _prepare(self, requests: Sequence[DraftRequest]) -> list[int] | None:
+        assert self._chain is not None
+        if self._head is not None:
+            return self._chain.prepare(requests)
+        with self._speculation.preparing():  # a draft model may have to catch up
+            return self._chain.prepare(requests)
+
+    def _put(self, output: DraftOutput, requests: Sequence[DraftRequest]) -> None:
+        """Drafts that were made op by op, to where the graphs look for them."""
+        assert output.probs is None
+        drafts = self._graphs.drafts[:, : output.token_ids.shape[1]]
+        rows = np.array([request.row for request in requests], dtype=np.int64)
+        drafts.index_copy_(0, copy_to(rows, drafts.device), output.token_ids)

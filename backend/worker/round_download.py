@@ -1,0 +1,106 @@
+"""`RoundDownload`: what became of a step's drafts, on its way to the host in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backend.core.output import DraftRounds, FinishedOutput, ModelRunnerOutput, PendingOutput
+from backend.sample.rejection_sampler import VerifiedRound
+from backend.worker.stage_clock import StageClock
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """When a round was drafted and verified."""
+
+    clock: StageClock  # of both stages
+    preparation: StageClock | None = None  # of what the proposer computed at the end of the round before
+
+
+def pack_round(verified: VerifiedRound, draft_token_ids: Tensor) -> Tensor:
+    """All that the host is told of a round: uint8 [num_round_bytes(num_rows, k)], of drafts int64 [num_rows, k]."""
+    ends = torch.stack((verified.num_accepted, verified.finite.long()), dim=1)
+    ids = torch.cat((verified.token_ids, ends, draft_token_ids), dim=1)
+    probs = torch.stack((verified.target_probs, verified.accept_probs, verified.draft_probs))
+    return torch.cat((ids.view(-1).view(torch.uint8), probs.view(-1).view(torch.uint8)))
+
+
+def num_round_bytes(num_rows: int, k: int) -> int:
+    return num_rows * (8 * (k + 1 + 2 + k) + 4 * 3 * k)
+
+
+class RoundDownload:
+    """The `PendingOutput` of a step with drafts: what its other requests got, and the rounds; see `TokenDownload`."""
+
+    def __init__(
+        self,
+        request_ids: list[str],
+        num_draft_tokens: Sequence[int],
+        packed: Tensor,
+        shape: tuple[int, int],
+        buffer: Tensor,
+        times: RoundTimes,
+        not_finite: str,
+        others: PendingOutput | None = None,
+    ) -> None:
+        """Args:
+        request_ids: of the first rows of the round.
+        num_draft_tokens: of each; of one without any, the round's token is a plain one.
+        packed: uint8 on the device, see `pack_round`. It may have padding rows behind those.
+        shape: of the packed drafts, (num_rows, k).
+        buffer: uint8 in host memory, of the same size.
+        not_finite: what to say of a request without usable logits.
+        others: of requests of the step that are not in the round.
+        """
+        self._request_ids = request_ids
+        self._counts = num_draft_tokens
+        self._times = times
+        self._not_finite = not_finite
+        self._others = others or FinishedOutput(ModelRunnerOutput({}))
+        self._packed, self._shape = buffer, shape
+        buffer.copy_(packed, non_blocking=True)
+        times.clock.mark()
+
+    def result(self) -> ModelRunnerOutput:
+        output = self._others.result()
+        self._times.clock.wait()
+        ids, probs = self._unpack()
+        k = probs.shape[2]
+        num_accepted, finite = ids[:, k + 1].tolist(), ids[:, k + 2].tolist()
+        rows = zip(self._request_ids, ids[:, : k + 1].tolist(), num_accepted, finite, strict=True)
+        last_token_ids = []
+        for request_id, token_ids, accepted, is_finite in rows:
+            last_token_ids.append(token_ids[accepted])
+            if is_finite:
+                output.sampled_token_ids[request_id] = token_ids[: accepted + 1]
+            else:
+                output.errors[request_id] = self._not_finite
+        drafted = [row for row, count in enumerate(self._counts) if count]
+        draft_ms, verify_ms = self._times.clock.stages_ms()
+        if self._times.preparation is not None:
+            draft_ms += sum(self._times.preparation.stages_ms())
+        output.rounds = DraftRounds(
+            request_ids=[self._request_ids[row] for row in drafted],
+            num_draft_tokens=[self._counts[row] for row in drafted],
+            num_accepted=[num_accepted[row] for row in drafted],
+            token_ids=[last_token_ids[row] for row in drafted],
+            draft_token_ids=ids[drafted, k + 3 :],
+            probs=probs[:, drafted],
+            draft_ms=draft_ms,
+            verify_ms=verify_ms,
+        )
+        return output
+
+    def _unpack(self) -> tuple[np.ndarray, np.ndarray]:
+        """Copies, for the buffer has others in it behind this one: int64 [num_reqs, 2 k + 3], float32 [3, num_reqs, k]."""
+        num_rows, k = self._shape
+        num_reqs, packed = len(self._request_ids), self._packed.numpy()
+        num_bytes = 8 * num_rows * (2 * k + 3)
+        ids = packed[:num_bytes].view(np.int64).reshape(num_rows, 2 * k + 3)
+        probs = packed[num_bytes:].view(np.float32).reshape(3, num_rows, k)
+        return ids[:num_reqs].copy(), probs[:, :num_reqs].copy()

@@ -1,0 +1,56 @@
+"""What a run says of its speculation before it begins: where it is off, and what to expect of the drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from backend.config import EngineConfig
+from backend.core.draft_length import PROBE_STEPS
+from backend.core.speculation import resolve_speculation
+
+
+def notices(draft_cost: float = 0.0, **settings: Any) -> str:
+    dotted = {key.replace("__", "."): value for key, value in settings.items()}
+    config = EngineConfig().with_overrides({"speculative.method": "ngram"} | dotted)
+    resolved, said = resolve_speculation(config.resolve(device="cpu", max_model_len=100), None, draft_cost)
+    assert resolved.speculative == config.speculative
+    return " ".join(said)
+
+
+def test_a_run_says_what_drafts_cost_and_that_it_leaves_them_out_where_they_lose() -> None:
+    """On a CPU six tokens take 2.1 plain steps: 0.22 for each drafted one; and 16 x 0.22 / (1 + 15 x 0.22) in a batch of 16."""
+    assert EngineConfig().speculative.adaptive
+    said = notices()
+    assert "off in steps in which it would lose (speculative.adaptive)" in said
+    assert "about 0.22 plain steps with one request, 0.82 with 16, and drafts pay that are accepted more often" in said
+    assert f"One step in {PROBE_STEPS} drafts all the same" in said
+    assert "switched off" not in said
+    alone = notices(scheduler__max_num_seqs=1)
+    assert "about 0.22 plain steps with one request, and drafts pay" in alone
+
+
+def test_drafts_from_the_target_s_first_layers_begin_switched_off() -> None:
+    """A third of the layers and the whole output head: 0.47 of a step to draft, more than the first guess of the rate allows."""
+    said = notices(0.47, speculative__method="draft_model")
+    assert "about 0.69 plain steps with one request" in said
+    assert "It begins switched off." in said
+    assert "the target's first layers, which were not trained to predict tokens by themselves" in said
+    assert "first layers" not in notices(0.2, speculative__method="draft_model", speculative__model="other")
+
+
+def test_who_turns_that_off_is_told() -> None:
+    said = notices(speculative__adaptive=False)
+    assert "speculation goes on where it loses: speculative.adaptive is off" in said
+    assert "plain steps" not in said
+
+
+@pytest.mark.parametrize("method", ["llm_int8", "int8", None])
+def test_outlier_columns_depend_on_the_drafts_beside_them(method: str | None) -> None:
+    said = notices(quantization__method=method)
+    assert ("takes its outlier columns from all tokens of a step" in said) == (method == "llm_int8")
+
+
+def test_without_speculation_nothing_is_said() -> None:
+    assert notices(speculative__method="none", quantization__method="llm_int8") == ""

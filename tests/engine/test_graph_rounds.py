@@ -1,0 +1,220 @@
+"""Speculation in CUDA graphs, with stand-ins for them that are as strict: see `recorded_graphs`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backend.engine.engine_host import EngineHost
+from backend.models.sources import resolve_source
+from backend.spec_decode.heads.head_config import HeadKind
+from backend.spec_decode.heads.target import DenseTarget
+from backend.worker.decoders import ReferenceDecoder
+from backend.worker.model_runner import ModelRunner
+from tests.engine.driving import answers, config_of, held, submit
+from tests.engine.heads import KINDS, answers_and_rounds, check_drafts, heading, load_drafter, random_head, save
+from tests.engine.speculating import at_random, scripted, whole
+from tests.helpers import dense_greedy, load_oracle, make_tiny_model
+from tests.spec_decode.tiny_heads import CPU, random_ids
+from tests.worker.recorded_graphs import recorded_graphs
+
+from backend.worker.round_graphs import RoundGraphs  # isort: skip  # once the kernels are the interpreter's
+
+VOCABULARY = torch.arange(0, 512, 2)
+PROMPTS = {f"p{length}": random_ids(512, length, seed=length).tolist() for length in (1, 2, 15, 17, 40)}
+GREEDY: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+SMALL: dict[str, Any] = {"model__max_model_len": 64, "scheduler__max_num_seqs": 5}
+PLAIN_STEPS = "off while more than two decode"
+MATRIX: dict[str, dict[str, Any]] = {
+    "as ever": {},
+    "chunks": {"scheduler__max_num_batched_tokens": 16, "cache__block_size": 4},
+    "blocks of one": {"cache__block_size": 1},
+    "preempted": {"cache__num_blocks": 7, "scheduler__preemption": "recompute"},
+    "swapped": {"cache__num_blocks": 7, "scheduler__preemption": "swap"},
+    PLAIN_STEPS: {"speculative__max_batch": 2},
+    "drafts of three": {"speculative__num_speculative_tokens": 3},
+}
+
+OF_MEDUSA = ("as ever", "preempted", PLAIN_STEPS)
+
+
+@pytest.fixture(autouse=True)
+def check_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVELAB_DEBUG", "1")
+
+
+@pytest.fixture
+def replays() -> Iterator[Counter[str]]:
+    with recorded_graphs() as replays:
+        yield replays
+
+
+@pytest.fixture
+def host(replays: Counter[str]) -> Iterator[EngineHost]:
+    host = EngineHost()
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> dict[HeadKind, Path]:
+    folder, target = tmp_path_factory.mktemp("heads"), DenseTarget.load(resolve_source(str(tiny_llama)), CPU)
+    return {kind: save(folder / kind, random_head(kind, target), kind, tiny_llama, VOCABULARY) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: Path) -> dict[str, list[int]]:
+    oracle = load_oracle(tiny_llama)
+    return {key: dense_greedy(oracle, prompt, 20) for key, prompt in PROMPTS.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("eagle", name) for name in MATRIX), *(("medusa", name) for name in OF_MEDUSA)]
+)
+def test_heads_in_graphs(
+    host: EngineHost,
+    replays: Counter[str],
+    tiny_llama: Path,
+    heads: dict[HeadKind, Path],
+    expected: dict[str, list[int]],
+    kind: HeadKind,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens are the dense model's, and drafts those of the head alone; twice, with and without a prefix in the cache."""
+    host.load(heading(tiny_llama, kind, heads[kind], **SMALL, **MATRIX[name]))
+    drafter = load_drafter(heads[kind], tiny_llama)
+    monkeypatch.setattr(ReferenceDecoder, "forward", _refuse)
+    for _ in range(2):
+        collected, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
+        assert {key: answer.token_ids for key, answer in collected.items()} == expected
+        check_drafts(drafter, PROMPTS, collected, rounds[::3])
+        if name in ("preempted", "swapped"):
+            assert sum(answer.last.num_preemptions or 0 for answer in collected.values()) > 0
+    assert replays["decode_graphs" if name == PLAIN_STEPS else "round_graphs"] > 20
+    assert replays["observe_graphs"] >= replays["decode_graphs"] + replays["mixed_graphs"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_round_is_drafted_before_the_host_has_heard_of_this_one(
+    host: EngineHost, tiny_llama: Path, heads: dict[HeadKind, Path], kind: HeadKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where its tokens have no slots yet; with blocks of one token that is whenever much is accepted."""
+    counts: Counter[str] = Counter()
+    for name in ("draft", "verify", "go_on"):
+        original = getattr(RoundGraphs, name)
+
+        def counted(self: RoundGraphs, name: str = name, original: Any = original) -> Any:
+            counts[name] += 1
+            return original(self)
+
+        monkeypatch.setattr(RoundGraphs, name, counted)
+    for block_size in (16, 1):
+        host.load(heading(tiny_llama, kind, heads[kind], **SMALL, cache__block_size=block_size))
+        counts.clear()
+        answers(host, {"a": PROMPTS["p17"]}, **GREEDY)
+        assert counts["verify"] == counts["go_on"] > 5
+        assert 1 <= counts["draft"] < counts["verify"] / 2
+
+
+def test_a_head_in_graphs_where_there_are_two_kv_groups(
+    host: EngineHost, replays: Counter[str], tmp_path: Path
+) -> None:
+    changes = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+    model = make_tiny_model(tmp_path / "model", "Qwen2", **changes)
+    target = DenseTarget.load(resolve_source(str(model)), CPU)
+    head = save(tmp_path / "head", random_head("eagle", target), "eagle", model, VOCABULARY)
+    host.load(heading(model, "eagle", head, **SMALL, cache__block_size=4))
+    collected, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
+    for key, prompt in PROMPTS.items():
+        assert collected[key].token_ids == dense_greedy(model, prompt, 20)
+    check_drafts(load_drafter(head, model), PROMPTS, collected, rounds[::3])
+    assert replays["round_graphs"] > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_requests_beside_greedy_ones_get_the_tokens_that_they_get_without_graphs(
+    host: EngineHost, replays: Counter[str], tiny_llama: Path, heads: dict[HeadKind, Path], kind: HeadKind
+) -> None:
+    """Rounds with them are launched op by op, over what graphs have left of prompts and of greedy rounds."""
+
+    def both() -> list[dict[str, list[int]]]:
+        alone = answers(host, PROMPTS, **GREEDY)
+        with held(host):
+            greedy = {key: submit(host, key, PROMPTS[key], **GREEDY) for key in ("p1", "p15")}
+            sampled = {
+                key: submit(host, key, PROMPTS[key], temperature=0.8, top_k=20, seed=3, max_tokens=15)
+                for key in ("p2", "p40")
+            }
+        collected = {**greedy, **sampled}
+        assert all(answer.last.speculation is not None for answer in collected.values())
+        return [{key: answer.token_ids for key, answer in each.items()} for each in (alone, collected)]
+
+    host.load(heading(tiny_llama, kind, heads[kind], **SMALL))
+    with_graphs = both()
+    assert replays["round_graphs"]
+    assert replays["observe_graphs"] > 10
+    host.unload()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "capture_cuda_graphs", lambda *args: None)
+        host.load(heading(tiny_llama, kind, heads[kind], **SMALL))
+    before = replays.copy()
+    assert both() == with_graphs
+    assert replays == before
+
+
+@pytest.mark.parametrize("name", ["as ever", "chunks", "preempted"])
+@pytest.mark.parametrize("own", [True, False], ids=["a model", "first layers"])
+def test_a_draft_model_in_graphs(
+    host: EngineHost, replays: Counter[str], tiny_llama: Path, expected: dict[str, list[int]], own: bool, name: str
+) -> None:
+    """The target as its own draft is right but for near ties, and so only as long as its keys and values are whole."""
+    draft = {"speculative__model": str(tiny_llama)} if own else {}
+    host.load(config_of(tiny_llama, speculative__method="draft_model", **draft, **SMALL, **MATRIX[name]))
+    collected = answers(host, PROMPTS, **GREEDY)
+    assert {key: answer.token_ids for key, answer in collected.items()} == expected
+    counts = [answer.last.speculation for answer in collected.values()]
+    drafted, accepted = (sum(it[place] for it in counts if it) for place in (1, 2))
+    assert drafted > 50
+    assert not own or accepted > 0.95 * drafted
+    assert replays["round_graphs"] > 4
+
+
+def test_drafts_that_the_host_makes_are_verified_in_graphs(
+    replays: Counter[str], tiny_llama: Path, expected: dict[str, list[int]], host: EngineHost
+) -> None:
+    """Right, wrong, and of some requests only."""
+    with scripted(host, tiny_llama, whole(PROMPTS, expected), at_random(1), **SMALL) as proposer:
+        collected = answers(host, PROMPTS, **GREEDY)
+        assert {key: answer.token_ids for key, answer in collected.items()} == expected
+        assert len({drafted for _, drafted, _ in proposer.drafted}) == 6
+        origins = Counter(
+            origin for answer in collected.values() for event in answer.events for origin in event.origins or ()
+        )
+        assert set(origins) == {"accepted", "recovered", "bonus", "plain"}
+        assert origins["accepted"] == sum(right for _, _, right in proposer.drafted)
+    assert replays["round_graphs"] > 10
+
+
+def test_a_draft_near_the_end_of_its_model_s_context_is_made_without_graphs(
+    host: EngineHost, replays: Counter[str], tmp_path: Path, tiny_llama: Path
+) -> None:
+    short = shutil.copytree(tiny_llama, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
+    prompt = random_ids(512, 20, seed=0).tolist()
+    host.load(config_of(tiny_llama, speculative__method="draft_model", speculative__model=str(short), **SMALL))
+    answer = answers(host, {"a": prompt}, max_tokens=30, ignore_eos=True)["a"]
+    assert answer.token_ids == dense_greedy(tiny_llama, prompt, 30)
+    assert replays["round_graphs"] > 0
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a step has been launched op by op")
