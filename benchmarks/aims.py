@@ -1,9 +1,11 @@
-"""What the engine aims at by the protocol of `benchmarks/engine.py`, and which figures of a result fall short of it."""
+"""What the engine aims at by the protocols of the benchmarks of a card, and which figures of a result fall short of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from backend.experiments.quantization_config import variant_name
 
 LARGE, SMALL = "dummy:llama-3.1-8b", "dummy:smollm2-135m"
 
@@ -27,6 +29,24 @@ MAX_IDLE: Mapping[tuple[str, str], float] = {
     **{(SMALL, f"idle {requests}"): 0.10 for requests in (1, 8, 32)},
 }
 
+# Weights in fewer bits, by method: at least so many times the model as it is, and of their own limit in decode 1 such a share.
+QUANTIZED_MIN_RATIOS: Mapping[tuple[str, str], float] = {
+    ("int4", "decode 1"): 2.4,
+    ("nf4", "decode 1"): 2.0,
+    ("int8", "decode 1"): 1.5,
+    ("fp8", "decode 1"): 1.5,
+    ("int4", "decode 64"): 1.2,
+    ("fp8", "decode 64"): 1.3,
+    ("fp8", "prefill 8x1024"): 1.4,
+}
+QUANTIZED_MIN_SHARES: Mapping[str, float] = {"int4": 0.68, "nf4": 0.60, "int8": 0.78, "fp8": 0.78}
+MAX_BYTES_APART = 0.02  # what the card holds, from what is reported
+# Speculation, by proposer and requests: at least so many times plain decoding.
+MIN_SPEEDUPS: Mapping[tuple[str, int], float] = {("eagle", 1): 1.5, ("eagle", 16): 1.2}
+MIN_OF_PREDICTED = 0.9  # of what acceptance and costs of the same run predict, for eagle at 1 request
+MIN_COPY_HEAVY = 2.0  # ngram at 1 request on summaries and answers from given text
+MAX_VERIFY_COST = 1.15  # plain steps, for 6 tokens of 1 request
+
 
 def missed(figures: Iterable[Mapping[str, Any]]) -> list[str]:
     """The figures that fall short, each with its aim."""
@@ -45,3 +65,51 @@ def missed(figures: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _name(key: tuple[str, str]) -> str:
     return f"{key[1]} of {key[0]}"
+
+
+def missed_quantized(result: Mapping[str, Any]) -> list[str]:
+    """Of a result of `benchmarks/quantized_gpu.py`, what falls short, each with its aim."""
+    short = []
+    for row in result["results"] if result["model"] == LARGE else ():
+        name, method = variant_name(row["variant"]), row["variant"].partition(":")[0]
+        figures = {figure["name"]: figure for figure in row.get("figures", ())}
+        for (of, figure_name), least in QUANTIZED_MIN_RATIOS.items():
+            ratio = figures.get(figure_name, {}).get("ratio")
+            if of == method and ratio is not None and ratio < least:
+                short.append(f"{figure_name} of {name}, {ratio:.3f} × instead of {least:.2f} ×")
+        share = figures.get("decode 1", {}).get("share")
+        if share is not None and share < (least := QUANTIZED_MIN_SHARES.get(method, 0.0)):
+            short.append(f"decode 1 of {name}, {share:.1%} of its limit instead of {least:.0%}")
+        for figure in row.get("over_peer", ()):
+            if figure["ratio"] < 1:
+                short.append(
+                    f"{figure['name']} of {name}, {figure['ratio']:.3f} × {figure['peer_name']} instead of 1.00 ×"
+                )
+        held, reported = row.get("device_weights_bytes"), row.get("weights_bytes")
+        if held is not None and abs(held / reported - 1) > MAX_BYTES_APART:
+            short.append(f"weights of {name}, {held:,} bytes on the card where {reported:,} are reported")
+    return short
+
+
+def missed_speculation(result: Mapping[str, Any]) -> list[str]:
+    """Of a result of `benchmarks/speculation_speed.py` on a card, what falls short, each with its aim."""
+    short = []
+    for row in result["results"] if result["card"] else ():
+        key = row["method"], row["requests"]
+        name = f"{row['method']} at {row['requests']} requests"
+        speedup, of_predicted = row.get("speedup"), row.get("of_predicted")
+        if key in MIN_SPEEDUPS and speedup is not None and speedup < MIN_SPEEDUPS[key]:
+            short.append(f"{name}, {speedup:.2f} × plain decoding instead of {MIN_SPEEDUPS[key]:.1f} ×")
+        if key == ("eagle", 1) and of_predicted is not None and of_predicted < MIN_OF_PREDICTED:
+            short.append(f"{name}, {of_predicted:.1%} of what is predicted instead of {MIN_OF_PREDICTED:.0%}")
+        copied = row.get("by_category", {}).get("copy-heavy", {}).get("speedup")
+        if key == ("ngram", 1) and copied is not None and copied < MIN_COPY_HEAVY:
+            short.append(
+                f"{name} on copy-heavy prompts, {copied:.2f} × plain decoding instead of {MIN_COPY_HEAVY:.1f} ×"
+            )
+        whole = row.get("whole_drafts")
+        if whole and row["requests"] == 1 and whole["num_tokens"] == 6 and whole["verify_cost"] > MAX_VERIFY_COST:
+            short.append(
+                f"verifying 6 tokens ({name}), {whole['verify_cost']:.2f} plain steps instead of {MAX_VERIFY_COST}"
+            )
+    return short

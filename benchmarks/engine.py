@@ -7,7 +7,8 @@ sink beside it, in turns. Greedy, EOS ignored, random ids, all requests at once;
 Times are those of the deliveries: decode counts b * (n_out - 1) tokens from the last first token to the last token,
 prefill all input tokens from submission to the last first token, the mix all output tokens from submission to the last.
 Idle share, the cost of batch invariance, the long-context figures and the dashboard's share are what `benchmarks/idle.py`,
-`benchmarks/invariant.py`, `benchmarks/long_context.py` and `benchmarks/dashboard.py` say.
+`benchmarks/invariant.py`, `benchmarks/long_context.py` and `benchmarks/dashboard.py` say. A figure above what the card reads
+or multiplies is none, and the benchmark fails.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,13 @@ import torch
 from app.settings_input import engine_config
 from backend.compat import configure_cpu_environment
 from backend.config import EngineConfig
-from backend.metrics.environment import environment
 from benchmarks.figures import Figure
+from benchmarks.heading import heading
 from benchmarks.invariant import invariant_figures
-from benchmarks.limits import measure_limits
+from benchmarks.limits import believable, measure_limits
 from benchmarks.long_context import attention_figures
 from benchmarks.model_figures import ModelBenchmark
+from benchmarks.options import numbers, sizes
 from benchmarks.passes import BenchmarkEngine
 from benchmarks.peers import MIX_MAX_LEN, MIX_REQUESTS, PEER
 from benchmarks.start import first_token_time, start_figures
@@ -46,7 +47,6 @@ DEFAULT_KINDS = KINDS[:-1]  # the dashboard's takes two minutes, as its passes m
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Everything asked for, as plain data."""
-    machine = environment()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     figures: list[Figure] = []
@@ -89,18 +89,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if "attention" in options.only and gpu is not None:
         for figure in attention_figures(device, limits):
             add(figure)
-    return {
-        "benchmark": "engine",
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": options.commit or machine["commit"],
-        "card": gpu,
-        "driver": machine["gpu_driver"],
-        "limits": asdict(limits),
+    figures, implausible = believable(figures, limits)
+    return heading("engine", gpu, limits, options.commit) | {
         "peer": PEER,
         "options": {name: value for name, value in vars(options).items() if name not in ("output", "start_only")},
         "models": models,
-        "environment": machine,
         "figures": [asdict(figure) for figure in figures],
+        "implausible": implausible,
     }
 
 
@@ -137,13 +132,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--input-len", type=int, default=128, help="tokens of a prompt in decode and idle")
     parser.add_argument("--output-len", type=int, default=256, help="tokens that decode makes, two at least")
-    parser.add_argument("--decode-batches", type=_numbers, default=[1, 8, 32, 128], help="requests at once")
-    parser.add_argument("--prefill", type=_sizes, default=[[1, 2048], [16, 1024]], help="REQUESTSxTOKENS,...")
+    parser.add_argument("--decode-batches", type=numbers, default=[1, 8, 32, 128], help="requests at once")
+    parser.add_argument("--prefill", type=sizes, default=[[1, 2048], [16, 1024]], help="REQUESTSxTOKENS,...")
     parser.add_argument("--mix-requests", type=int, default=MIX_REQUESTS)
     parser.add_argument("--mix-max-len", type=int, default=MIX_MAX_LEN, help="longer prompts and outputs are cut to it")
-    parser.add_argument("--idle-batches", type=_numbers, default=[1, 8, 32, 128, 256], help="requests at once")
-    parser.add_argument("--invariant-batches", type=_numbers, default=[1, 32], help="requests at once")
-    parser.add_argument("--dashboard-batches", type=_numbers, default=[1, 32, 128], help="requests at once")
+    parser.add_argument("--idle-batches", type=numbers, default=[1, 8, 32, 128, 256], help="requests at once")
+    parser.add_argument("--invariant-batches", type=numbers, default=[1, 32], help="requests at once")
+    parser.add_argument("--dashboard-batches", type=numbers, default=[1, 32, 128], help="requests at once")
     parser.add_argument("--dashboard-clients", type=int, default=1, help="browsers on the Run page")
     parser.add_argument("--commit", help="to state where this is no checkout")
     parser.add_argument("--start-only", metavar="MODEL", help="load it, make a token, print when it came, and end")
@@ -166,14 +161,6 @@ def _kinds(text: str) -> list[str]:
     return kinds
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def _sizes(text: str) -> list[list[int]]:
-    return [[int(number) for number in size.split("x")] for size in text.split(",")]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     configure_cpu_environment()
@@ -184,6 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(text_table(result))
     if options.output:
         options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if result["implausible"]:
+        sys.exit("\n".join(f"error: {problem}" for problem in result["implausible"]))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Unit = Literal["tok/s", "s", "us", "share"]
+Limit = Literal["copy", "matmul"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Figure:
         peer: what the figure is held against, of `peer_name`, in the same unit.
         ratio: how many times as good as the peer's: ours / theirs for rates, theirs / ours for times.
         share: of the limit named in `limit`, by the median.
+        peer_share: of the same limit, what the peer's figure is.
         not_recorded: the same measurement without sinks, where there is one.
         details: further numbers by name.
     """
@@ -47,7 +49,8 @@ class Figure:
     peer_name: str | None = None
     ratio: float | None = None
     share: float | None = None
-    limit: Literal["copy", "matmul"] | None = None
+    limit: Limit | None = None
+    peer_share: float | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
 
@@ -63,7 +66,7 @@ class Figure:
         peer: float | None = None,
         peer_name: str | None = None,
         share: float | None = None,
-        limit: Literal["copy", "matmul"] | None = None,
+        limit: Limit | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> Figure:
         spread = Spread.of(samples)
@@ -84,8 +87,14 @@ class Figure:
             ratio=ratio,
             share=share,
             limit=limit,
+            peer_share=peer_share(share, ratio),
             details=details or {},
         )
+
+
+def peer_share(share: float | None, ratio: float | None) -> float | None:
+    """Of the limit that `share` is of, the peer's: it moves and computes the same in `ratio` times our time."""
+    return share / ratio if share is not None and ratio else None
 
 
 def attempt(model: str, name: str, unit: Unit, measure: Callable[[], Figure]) -> Figure:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from backend.config import EngineConfig
-from benchmarks.figures import Figure
+from benchmarks.figures import Figure, peer_share
 from benchmarks.limits import CardLimits
 from benchmarks.model_figures import ModelBenchmark
 from benchmarks.passes import BenchmarkEngine
@@ -32,12 +32,14 @@ def invariant_figures(
         for figure in ModelBenchmark(model, engine, limits, gpu, options).figures():
             default = measured.get(figure.name)
             reference = default.median if default is not None else None
+            ratio = figure.median / reference if figure.median and reference else None
             yield replace(
                 figure,
                 name=f"{figure.name}, batch invariant",
                 peer=reference,
                 peer_name=DEFAULT,
-                ratio=figure.median / reference if figure.median and reference else None,
+                ratio=ratio,
+                peer_share=peer_share(figure.share, ratio),
             )
     finally:
         engine.close()

@@ -7,7 +7,8 @@ and values where they lie in order, without a block table. Inputs rotate, so tha
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from kernels.specs import paged_attention, paged_decode_attention
 from kernels.timing import Call, call_seconds, rotate
 
 SHAPE = "attention 32/8 x 128"
-HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+HEADS: Mapping[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 DECODE_LENGTHS = (32 * 1024, 128 * 1024)
 PREFILL_LENGTHS = (2048, 8192, 32 * 1024)
 PEER = "torch SDPA flash"
@@ -43,7 +44,7 @@ def _figures(device: torch.device, limits: CardLimits, query_len: int, length: i
         op = paged_attention.OP
         if query_len == 1:
             op = paged_decode_attention.OP
-            del inputs["query_start_loc"]
+            inputs = {name: value for name, value in inputs.items() if name not in paged_decode_attention.OF_CHUNKS}
         contiguous = inputs | {"block_table": _blocks_in_order(inputs["block_table"])}
         bytes_moved = op.bytes_moved(inputs)
         peer_us = statistics.median(_microseconds(torch_attention, torch_inputs(inputs), bytes_moved, device))

@@ -20,6 +20,7 @@ from benchmarks.peers import PEER, mix_lengths, peer_figure
 
 WARM_UP_SHARE = 8  # a warm-up pass makes one token in so many
 IdleMeasure = Callable[[BenchmarkEngine, Sequence[WorkloadRequest]], tuple[float, dict[str, float]]]
+Rate = Callable[[Sequence[RequestStats]], float]
 IDLE_OUTPUT_LEN = 2**20  # longer than the window, whatever the speed; the pass is cut off
 
 
@@ -49,6 +50,31 @@ def _submitted(requests: Sequence[RequestStats]) -> float:
 
 def _last(requests: Sequence[RequestStats]) -> float:
     return max(request.emission_times[-1] for request in requests)
+
+
+def pass_rates(
+    engine: BenchmarkEngine, lengths: Sequence[tuple[int, int]], rate: Rate, recorded: Sequence[bool]
+) -> list[float]:
+    """The rate of each of so many passes over the same random requests, after a short one that warms up.
+
+    Args:
+        lengths: (prompt, output) tokens of each request.
+        recorded: of each pass, whether it is.
+
+    Raises `EngineError` when a pass fails, or when `model.max_model_len` cuts its requests.
+    """
+    vocab_size = engine.info().model["vocab_size"]
+    short = [(prompt, max(1, output // WARM_UP_SHARE)) for prompt, output in lengths]
+    engine.finish(random_requests(short, vocab_size), recorded=True)
+    requests = random_requests(lengths, vocab_size)
+    asked = sum(output for _, output in lengths)
+    rates = []
+    for is_recorded in recorded:
+        finished = engine.finish(requests, recorded=is_recorded)
+        if (made := sum(request.num_output_tokens for request in finished)) != asked:
+            raise EngineError(f"{made:,} tokens came instead of {asked:,}: model.max_model_len cuts the requests")
+        rates.append(rate(finished))
+    return rates
 
 
 class ModelBenchmark:
@@ -124,7 +150,8 @@ class ModelBenchmark:
         return self._figure(name, recorded, bare, details=details)
 
     def _idle(self, name: str, num_requests: int, measure: IdleMeasure = measure_idle) -> Figure:
-        requests = self._requests([(self._options.input_len, IDLE_OUTPUT_LEN)] * num_requests)
+        lengths = [(self._options.input_len, IDLE_OUTPUT_LEN)] * num_requests
+        requests = random_requests(lengths, self._engine.info().model["vocab_size"])
         share, details = measure(self._engine, requests)
         return Figure.of(self._model, name, "share", [share], details=details)
 
@@ -132,23 +159,8 @@ class ModelBenchmark:
         peer = peer_figure(self._gpu, self._model, name) if self._options.protocol_is_peers else None
         return Figure.of(self._model, name, "tok/s", recorded, not_recorded=bare, peer=peer, peer_name=PEER, **further)
 
-    def _rates(
-        self, lengths: Sequence[tuple[int, int]], rate: Callable[[Sequence[RequestStats]], float], repeats: int
-    ) -> tuple[list[float], list[float]]:
+    def _rates(self, lengths: Sequence[tuple[int, int]], rate: Rate, repeats: int) -> tuple[list[float], list[float]]:
         """Rates of `repeats` passes with recording, and of one less without, in turns."""
-        self._engine.finish(
-            self._requests([(prompt, max(1, output // WARM_UP_SHARE)) for prompt, output in lengths]), recorded=True
-        )
-        requests = self._requests(lengths)
-        rates: dict[bool, list[float]] = {True: [], False: []}
-        for number in range(max(2, 2 * repeats - 1)):
-            recorded = number % 2 == 0
-            finished = self._engine.finish(requests, recorded=recorded)
-            asked = sum(output for _, output in lengths)
-            if (made := sum(request.num_output_tokens for request in finished)) != asked:
-                raise EngineError(f"{made:,} tokens came instead of {asked:,}: model.max_model_len cuts the requests")
-            rates[recorded].append(rate(finished))
-        return rates[True], rates[False]
-
-    def _requests(self, lengths: Sequence[tuple[int, int]]) -> list[WorkloadRequest]:
-        return random_requests(lengths, self._engine.info().model["vocab_size"])
+        passes = [number % 2 == 0 for number in range(max(2, 2 * repeats - 1))]
+        rates = pass_rates(self._engine, lengths, rate, passes)
+        return rates[::2], rates[1::2]

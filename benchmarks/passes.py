@@ -24,7 +24,7 @@ from backend.metrics.sinks import PeakSink, SinkGroup
 from backend.metrics.stats import RequestStats, RunEnd, RunStart, StatsSink
 from backend.sampling_params import SamplingParams
 from backend.workload.datasets import WorkloadRequest
-from backend.workload.spec import Workload
+from backend.workload.spec import ClosedLoop, Workload
 from backend.workload.targets import Prompt
 from db.recorder import RunRecorder
 from db.repository import RunRepository
@@ -60,6 +60,7 @@ class BenchmarkEngine:
         self._host = EngineHost()
         self._load_error: ServeLabError | None = None
         self._num_passes = 0
+        self.run_id: int | None = None  # of the last recorded pass
 
     def info(self) -> EngineInfo:
         """Raises `ServeLabError` when the model cannot be loaded, which is tried once."""
@@ -71,9 +72,11 @@ class BenchmarkEngine:
             self._load_error = error
             raise
 
-    def finish(self, requests: Sequence[WorkloadRequest], *, recorded: bool) -> list[RequestStats]:
-        """Run all requests to their end. Raises `EngineError` when one of them fails."""
-        result = self.run(requests, recorded=recorded)
+    def finish(
+        self, requests: Sequence[WorkloadRequest], *, recorded: bool, concurrency: int | None = None
+    ) -> list[RequestStats]:
+        """Run all requests to their end, as `run` does. Raises `EngineError` when one of them fails."""
+        result = self.run(requests, recorded=recorded, concurrency=concurrency)
         if result.status != "finished" or result.error is not None:
             raise EngineError(result.error or f"the pass ended as {result.status}")
         return list(result.requests)
@@ -83,22 +86,25 @@ class BenchmarkEngine:
         requests: Sequence[WorkloadRequest],
         *,
         recorded: bool,
+        concurrency: int | None = None,
         cancel: threading.Event | None = None,
         in_flight: dict[str, Flight] | None = None,
     ) -> WorkloadResult:
-        """One pass: all requests at once.
+        """One pass.
 
         Args:
             recorded: with the ledger and all sinks of a run; else the engine has no sink at all.
+            concurrency: so many requests are under way at a time; None: all at once.
             cancel: ends the pass early.
             in_flight: where to keep the requests under way.
         """
         info = self.info()
         flights: dict[str, Flight] = {} if in_flight is None else in_flight
         self._num_passes += 1
+        workload = Workload() if concurrency is None else Workload(arrivals=ClosedLoop(concurrency=concurrency))
         with self._recording(info, flights, len(requests)) if recorded else _no_recording() as sink:
             return run_workload(
-                Workload(),
+                workload,
                 InProcessTarget(self._host),
                 sink,
                 warmup=(),
@@ -116,6 +122,7 @@ class BenchmarkEngine:
     def _recording(self, info: EngineInfo, in_flight: dict[str, Flight], num_requests: int) -> Iterator[StatsSink]:
         """What `RunQueue` attaches to a run: peaks, recorder and live view, and the telemetry beside them."""
         run_id = self._repository.create(self._config.to_dict(), Workload().to_dict())
+        self.run_id = run_id
         recorder = RunRecorder(self._database, run_id)
         live = LiveRun(run_id, num_requests, lambda: under_way(list(in_flight.values())))
         sinks = SinkGroup((PeakSink(), recorder, live))

@@ -1,7 +1,8 @@
 """What the peer reaches by the protocol of `benchmarks/engine.py`, by card, model and figure.
 
 vLLM 0.26 with torch.compile, CUDA graphs and FlashAttention 3, offline, the same lengths, greedy, EOS ignored. Start to first
-token is rounded, and one number stands for an empty and a full cache of compiled kernels.
+token is rounded, and one number stands for an empty and a full cache of compiled kernels. "fp8" behind a model: weights and
+activations in E4M3.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ PEER_FIGURES: Mapping[str, Mapping[str, Mapping[str, float]]] = {
             "mix 256": 8531,
             **_START,
         },
+        "dummy:llama-3.1-8b, fp8": {
+            "decode 1": 235,
+            "decode 8": 1821,
+            "decode 32": 6385,
+            "decode 128": 18404,
+            "prefill 1x2048": 49200,
+            "prefill 16x1024": 66200,
+        },
         "dummy:smollm2-135m": {
             "decode 1": 366,
             "decode 8": 2628,
@@ -44,6 +53,14 @@ PEER_FIGURES: Mapping[str, Mapping[str, Mapping[str, float]]] = {
             "prefill 16x1024": 43500,
             "mix 256": 10040,
             **_START,
+        },
+        "dummy:llama-3.1-8b, fp8": {
+            "decode 1": 289,
+            "decode 8": 2248,
+            "decode 32": 7072,
+            "decode 128": 21773,
+            "prefill 1x2048": 66100,
+            "prefill 16x1024": 68200,
         },
         "dummy:smollm2-135m": {
             "decode 1": 564,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.experiments.quantization_config import REFERENCE, variant_name
+from benchmarks.grid import markdown_lines, text_lines
 
 BEGIN, END = "<!-- quantized quality: begin -->", "<!-- quantized quality: end -->"
 HEADER = ("weights", "bits per weight", "size", "perplexity", "over float32", "KL, nats", "same first choice")
@@ -28,24 +29,14 @@ def markdown(results: Iterable[Result]) -> str:
 def text_table(result: Result) -> str:
     """The same for a terminal, with the reason where figures are missing, and what has to hold."""
     rows = [HEADER, *_rows(result)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    lines = [_what(result), ""]
-    for row, source in zip(rows, [None, *result["results"]], strict=True):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells) + (f"  {source['problem']}" if source and "problem" in source else ""))
+    lines = [_what(result), "", *text_lines(rows, [row.get("problem", "") for row in result["results"]])]
     lines.append("")
     lines += [f"{'holds' if each['holds'] else 'FAILS'}  {each['what']}" for each in result["requirements"]]
     return "\n".join(lines)
 
 
 def _markdown(result: Result) -> str:
-    lines = [
-        _what(result),
-        "",
-        f"| {' | '.join(HEADER)} |",
-        "|---" + "|---:" * (len(HEADER) - 1) + "|",
-        *(f"| {' | '.join(row)} |" for row in _rows(result)),
-    ]
+    lines = [_what(result), "", *markdown_lines([HEADER, *_rows(result)])]
     missed = [each["what"] for each in result["requirements"] if not each["holds"]]
     if missed:
         lines += ["", f"What does not hold: {'; '.join(missed)}."]

@@ -184,7 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     answered = answer(options, questions)
     print(f"{len(answered)} questions answered", file=sys.stderr, flush=True)
     target = DenseTarget.load(source, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    heads = {str(folder): measure_head(folder, source, target, questions, answered, options) for folder in options.head}
+    heads = {
+        folder.resolve().name: measure_head(folder, source, target, questions, answered, options)
+        for folder in options.head
+    }
     print(text_table(heads))
     if options.output:
         result = {

@@ -1,4 +1,4 @@
-"""Results of `benchmarks/engine.py` as a table: as text, and as the README's section between its markers.
+"""Results of `benchmarks/engine.py` as a table: as text, and with those of other benchmarks of a card as the README's section.
 
 python -m benchmarks.table     # writes the tables of README.md anew from benchmarks/results/*.json
 """
@@ -6,18 +6,21 @@ python -m benchmarks.table     # writes the tables of README.md anew from benchm
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import aims, quality_table
+from benchmarks import acceptance_table, aims, quality_table, quantized_table, speculation_table
+from benchmarks.figures import peer_share
+from benchmarks.grid import markdown_lines, text_lines
+from benchmarks.heading import machine_line
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- engine benchmark: begin -->", "<!-- engine benchmark: end -->"
 NO_RESULTS = "No result of a card is stored."
-HEADER = ("figure", "median", "min..max", "of the peer", "of the limit", "not recorded", "step")
+HEADER = ("figure", "median", "min..max", "of the peer", "of the limit", "the peer's", "not recorded", "step")
 
 Result = Mapping[str, Any]
 
@@ -33,20 +36,22 @@ def markdown(results: Iterable[Result]) -> str:
     return "\n\n".join(_markdown(result) for result in results) or NO_RESULTS
 
 
+def performance(folder: Path = RESULTS) -> str:
+    """The README's section: all stored results of cards, benchmark by benchmark."""
+    others = (
+        quantized_table.markdown(quantized_table.load_results(folder)),
+        acceptance_table.markdown(acceptance_table.load_results(folder)),
+        speculation_table.markdown(speculation_table.load_results(folder)),
+    )
+    return "\n\n".join([markdown(load_results(folder)), *filter(None, others)])
+
+
 def text_table(result: Result) -> str:
     """The same for a terminal, with the reason where a figure is missing."""
-    lines = [_machine(result)]
+    lines = [machine_line(result)]
     for model, figures in _by_model(result).items():
         rows = [HEADER, *(_cells(figure) for figure in figures)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-        lines += ["", model]
-        for row, figure in zip(rows, [None, *figures], strict=True):
-            cells = (
-                cell.ljust(width) if column == 0 else cell.rjust(width)
-                for column, (cell, width) in _columns(row, widths)
-            )
-            reason = f"  {figure['error']}" if figure and figure["error"] else ""
-            lines.append("  ".join(cells).rstrip() + reason)
+        lines += ["", model, *text_lines(rows, [figure["error"] or "" for figure in figures])]
     return "\n".join(lines)
 
 
@@ -60,44 +65,20 @@ def replace_between_markers(text: str, table: str, begin: str = BEGIN, end: str 
 
 
 def main() -> None:
-    text = replace_between_markers(README.read_text(encoding="utf-8"), markdown(load_results()))
+    text = replace_between_markers(README.read_text(encoding="utf-8"), performance())
     quality = quality_table.markdown(quality_table.load_results(RESULTS))
     text = replace_between_markers(text, quality, quality_table.BEGIN, quality_table.END)
     README.write_text(text, encoding="utf-8")
 
 
-def _columns(row: Sequence[str], widths: Sequence[int]) -> Iterable[tuple[int, tuple[str, int]]]:
-    return enumerate(zip(row, widths, strict=True))
-
-
 def _markdown(result: Result) -> str:
-    lines = [f"**{_machine(result)}**"]
+    lines = [f"**{machine_line(result)}**"]
     for model, figures in _by_model(result).items():
-        lines += [
-            "",
-            f"| {model}: {HEADER[0]} | {' | '.join(HEADER[1:])} |",
-            "|---" + "|---:" * (len(HEADER) - 1) + "|",
-        ]
-        lines += [f"| {' | '.join(_cells(figure))} |" for figure in figures]
+        header = (f"{model}: {HEADER[0]}", *HEADER[1:])
+        lines += ["", *markdown_lines([header, *(_cells(figure) for figure in figures)])]
     if missed := aims.missed(result["figures"]):
         lines += ["", f"Short of what it aims at: {'; '.join(missed)}."]
     return "\n".join(lines)
-
-
-def _machine(result: Result) -> str:
-    versions = result["environment"]["versions"]
-    limits = result["limits"]
-    parts = [
-        result["card"] or result["environment"]["cpu"] or "CPU",
-        f"driver {result['driver']}" if result["driver"] else None,
-        f"torch {versions['torch']}",
-        f"triton {versions['triton']}" if versions["triton"] else None,
-        result["date"],
-        f"commit {result['commit'][:7]}" if result["commit"] else None,
-        f"copies {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s",
-        f"multiplies {limits['matmul_flops_per_s'] / 1e12:.3g} TFLOP/s",
-    ]
-    return ", ".join(part for part in parts if part)
 
 
 def _by_model(result: Result) -> dict[str, list[Mapping[str, Any]]]:
@@ -110,12 +91,14 @@ def _by_model(result: Result) -> dict[str, list[Mapping[str, Any]]]:
 def _cells(figure: Mapping[str, Any]) -> tuple[str, ...]:
     unit, step_us = figure["unit"], figure["details"].get("step_us")
     several = len(figure["samples"] or ()) > 1
+    theirs = peer_share(figure["share"], figure["ratio"])  # older results do not store it
     return (
         figure["name"],
         _value(figure["median"], unit),
         f"{_number(figure['min'], unit)}..{_number(figure['max'], unit)}" if several else "–",
         f"{figure['ratio']:.2f} × {figure['peer_name']}" if figure["ratio"] is not None else "–",
         f"{figure['share']:.0%} {figure['limit']}" if figure["share"] is not None else "–",
+        f"{theirs:.0%}" if theirs is not None else "–",
         _value(figure["not_recorded"] and figure["not_recorded"]["median"], unit),
         f"{step_us:,.0f} us" if step_us is not None else "–",
     )
