@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.kernel_op import Inputs, KernelOp
-from kernels.limits import device_name, dtype_name, measure_code_matmul, measure_limits
+from kernels.limits import device_name, dtype_name, measure_byte_matmul, measure_limits
 from kernels.registry import REGISTRY
 from kernels.timing import rotate, time_call
 
@@ -85,7 +85,7 @@ class Benchmark:
         self.device = device
         self.dtype = dtype
         self.limits = measure_limits(device, dtype)
-        self._code_matmuls: dict[torch.dtype, float] = {}
+        self._byte_matmul: float | None = None
 
     def time_shapes(self, op: KernelOp, implementation: Implementation) -> Iterator[KernelTiming | Omission]:
         """Every shape of `op`, or why not; on a CPU that can take none of them, the default inputs too."""
@@ -116,15 +116,13 @@ class Benchmark:
         if self.device.type == "cpu":
             _refuse_slow(call, inputs)
         # A reference may wait for the device, which a graph cannot hold.
-        spread = time_call(
-            call, rotate(inputs, bytes_moved, self.device), self.device, capture=call is not op.reference
-        )
+        capture = call is not op.reference and not op.waits
+        spread = time_call(call, rotate(inputs, bytes_moved, self.device), self.device, capture=capture)
         share, limited_by = self._share(op, bytes_moved, flops, spread.p50)
         if share > PLAUSIBLE_SHARE:
             self.limits = self.limits.highest(measure_limits(self.device, self.dtype))
-            if op.code_dtype in self._code_matmuls:
-                again = measure_code_matmul(self.device, op.code_dtype)
-                self._code_matmuls[op.code_dtype] = max(self._code_matmuls[op.code_dtype], again)
+            if op.has_byte_codes and self._byte_matmul is not None:
+                self._byte_matmul = max(self._byte_matmul, measure_byte_matmul(self.device))
             share, limited_by = self._share(op, bytes_moved, flops, spread.p50)
         timing = KernelTiming(
             op=op.name,
@@ -172,12 +170,11 @@ class Benchmark:
 
     def _matmul_limit(self, op: KernelOp) -> float:
         """Of what `op` multiplies; a CPU has no faster way for codes."""
-        codes = op.code_dtype
-        if codes is None or self.device.type == "cpu":
+        if not op.has_byte_codes or self.device.type == "cpu":
             return self.limits.matmul_flops_per_s
-        if codes not in self._code_matmuls:
-            self._code_matmuls[codes] = measure_code_matmul(self.device, codes)
-        return self._code_matmuls[codes]
+        if self._byte_matmul is None:
+            self._byte_matmul = measure_byte_matmul(self.device)
+        return self._byte_matmul
 
     def _share(
         self, op: KernelOp, bytes_moved: int, flops: int, seconds: float

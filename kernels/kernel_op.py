@@ -52,8 +52,10 @@ class KernelOp:
     shapes: Mapping[str, Mapping[str, Any]]
     # Inputs that a call changes.
     mutates: frozenset[str] = frozenset()
-    # What the matrix unit multiplies where that is not the model's dtype: float8_e4m3fn or int8.
-    code_dtype: torch.dtype | None = None
+    # Whether the matrix unit multiplies 8-bit floats or integers, which it does faster than the model's dtype.
+    has_byte_codes: bool = False
+    # Whether a launch by the op's own arguments waits for the device, which a CUDA graph cannot hold.
+    waits: bool = False
     # An output as it is compared: where implementations may lay out the same values differently, this makes them equal.
     comparable: Callable[[Any], Any] = lambda output: output
 

@@ -92,9 +92,10 @@ def default_byte_tiles(num_tokens: int, num_rows: int, num_columns: int, *, has_
     """Tiles for a shape that was not measured."""
     if num_tokens <= MAX_FEW_TOKENS and has_whole_rows:
         block_m = 1 if num_tokens == 1 else 8 if num_tokens <= 8 else 16
-        # More shares keep more of a narrow layer's loads under way.
-        shares = min(8, triton.next_power_of_2(triton.cdiv(num_columns, CHUNK)))
-        return Tiles(block_m, 16, CHUNK, shares, 1)
+        # Few shares keep a wide layer's programs long enough, more of them keep a narrow one's loads under way.
+        wide = num_rows >= 16384
+        shares = min(2 if wide else 8, triton.next_power_of_2(triton.cdiv(num_columns, CHUNK)))
+        return Tiles(block_m, 32 if wide else 16, CHUNK, shares, 1)
     if num_tokens <= 64:
         return Tiles(max(32, triton.next_power_of_2(num_tokens)), 128 if num_rows >= 16384 else 64, CHUNK, 4, 4)
     # As much shared memory as a consumer card has.

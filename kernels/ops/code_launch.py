@@ -22,7 +22,6 @@ MIN_GROUP = 32  # columns
 MAX_FEW_TOKENS = 16  # that `project_codes` takes at once
 # Of 16 rows' words by a warp, so many that its registers hold: a share that is no longer is asked for all at once.
 MAX_LOADS = 8
-MAX_SHARES = 16  # a program then has as many registers as there are
 CHUNKS_AHEAD = 2  # of a longer share
 # What stands above a code's bits, twice, see `kernels.ops.int_codes`.
 MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400, torch.float32: 0}
@@ -118,12 +117,17 @@ def share_options(num_columns: int, shares: int, most_at_once: int) -> dict[str,
 def default_int_tiles(num_tokens: int, num_rows: int, num_columns: int) -> Tiles:
     """Tiles for a shape that was not measured."""
     if num_tokens <= MAX_FEW_TOKENS:
+        # Measured on an H200 with the layers of Llama-3.1-8B: where there are many rows, few shares keep programs long enough;
+        # a narrow layer wants more of them, but for one token only so many that a share is asked for all at once.
         block_m = 1 if num_tokens == 1 else 8 if num_tokens <= 8 else 16
         num_chunks = triton.cdiv(num_columns, CHUNK)
-        # So many that all loads of a share can be under way at once, and enough of them for a narrow layer.
-        shares = max(8, triton.next_power_of_2(triton.cdiv(num_chunks, MAX_LOADS)))
-        block_n = 32 if num_rows >= 16384 and num_chunks <= 4 * shares else 16
-        return Tiles(block_m, block_n, CHUNK, min(shares, MAX_SHARES, triton.next_power_of_2(num_chunks)), 1)
+        if num_rows >= 16384:
+            block_n, shares = 32, 2
+        elif num_tokens == 1:
+            block_n, shares = 16, 4 if num_chunks <= 4 * MAX_LOADS else 8
+        else:
+            block_n, shares = 32, 4 if num_rows > 4096 else 8
+        return Tiles(block_m, block_n, CHUNK, min(shares, triton.next_power_of_2(num_chunks)), 1)
     block_m = min(64, triton.next_power_of_2(num_tokens))
     return Tiles(block_m, 128 if num_rows >= 16384 else 64, CHUNK, 4, 3)
 

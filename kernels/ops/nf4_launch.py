@@ -71,8 +71,8 @@ def default_nf4_tiles(num_tokens: int, num_rows: int, num_columns: int) -> Tiles
     """Tiles for a shape that was not measured."""
     if num_tokens <= MAX_FEW_TOKENS:
         block_m = 1 if num_tokens == 1 else 8 if num_tokens <= 8 else 16
-        # More shares keep more of a narrow layer's loads under way.
-        shares = min(8, triton.next_power_of_2(triton.cdiv(num_columns, CHUNK)))
+        # Few shares keep a wide layer's programs long enough, more of them keep a narrow one's loads under way.
+        shares = min(4 if num_rows >= 16384 else 8, triton.next_power_of_2(triton.cdiv(num_columns, CHUNK)))
         return Tiles(block_m, 16, CHUNK, shares, 1)
     block_m = min(64, triton.next_power_of_2(num_tokens))
     return Tiles(block_m, 128 if num_rows >= 16384 else 64, CHUNK, 4, 3)

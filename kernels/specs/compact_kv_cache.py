@@ -73,4 +73,5 @@ OP = KernelOp(
     flops=flops,
     shapes=SHAPES,
     mutates=frozenset({"caches"}),
+    waits=True,  # it makes the table of its caches
 )

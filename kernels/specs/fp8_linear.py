@@ -48,5 +48,5 @@ OP = KernelOp(
     bytes_moved=bytes_moved,
     flops=flops,
     shapes=SHAPES,
-    code_dtype=torch.float8_e4m3fn,
+    has_byte_codes=True,
 )

@@ -47,5 +47,5 @@ OP = KernelOp(
     bytes_moved=bytes_moved,
     flops=flops,
     shapes=SHAPES,
-    code_dtype=torch.int8,
+    has_byte_codes=True,
 )
