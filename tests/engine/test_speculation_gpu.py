@@ -66,7 +66,7 @@ def test_a_draft_model_on_the_card(
     assert {key: answer.token_ids for key, answer in collected.items()} == expected
     counts = [answer.last.speculation for answer in collected.values()]
     drafted, accepted = (sum(it[place] for it in counts if it) for place in (1, 2))
-    assert drafted > 50
+    assert drafted > 10  # a budget of 33 leaves few beside the prompts
     assert not own or accepted > 0.95 * drafted
 
 
