@@ -34,7 +34,7 @@ def make_inputs(
     to: torch.dtype = torch.float8_e4m3fn,
 ) -> Inputs:
     """Slots and positions as for `rotary_and_store`; the product's inputs as those of `byte_gated_linear`."""
-    rotated = rotary_and_store.make_inputs(
+    num_rows, rotated = rotary_and_store.make_unstored_inputs(
         dtype,
         device,
         seed,
@@ -45,9 +45,6 @@ def make_inputs(
         block_size=block_size,
         num_blocks=num_blocks,
     )
-    num_rows = rotated.pop("qkv").shape[1]
-    for name in ("num_heads", "key_scales", "value_scales"):
-        del rotated[name]
     linear = byte_gated_linear.make_inputs(
         dtype,
         device,

@@ -33,7 +33,7 @@ def make_inputs(
     group_size: int = 64,
 ) -> Inputs:
     """Slots and positions as for `rotary_and_store`; the product's inputs as those of `nf4_linear`."""
-    rotated = rotary_and_store.make_inputs(
+    num_rows, rotated = rotary_and_store.make_unstored_inputs(
         dtype,
         device,
         seed,
@@ -44,9 +44,6 @@ def make_inputs(
         block_size=block_size,
         num_blocks=num_blocks,
     )
-    num_rows = rotated.pop("qkv").shape[1]
-    for name in ("num_heads", "key_scales", "value_scales"):
-        del rotated[name]
     linear = nf4_linear.make_inputs(
         dtype,
         device,

@@ -61,7 +61,7 @@ def make_inputs(
         num_parts: of the sums of squares of the norm before; 0 for an x that lacks no division.
         bits, group_size, origin: of a weight of codes, see `make_linear_inputs`; those go with num_parts = 0.
     """
-    rotated = rotary_and_store.make_inputs(
+    num_rows, rotated = rotary_and_store.make_unstored_inputs(
         dtype,
         device,
         seed,
@@ -72,9 +72,6 @@ def make_inputs(
         block_size=block_size,
         num_blocks=num_blocks,
     )
-    num_rows = rotated.pop("qkv").shape[1]
-    for name in ("num_heads", "key_scales", "value_scales"):
-        del rotated[name]
     linear = make_linear_inputs(
         dtype,
         torch.Generator(device).manual_seed(seed),

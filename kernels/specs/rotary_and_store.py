@@ -69,6 +69,15 @@ def make_inputs(
     }
 
 
+def make_unstored_inputs(dtype: torch.dtype, device: torch.device, seed: int, **sizes: Any) -> tuple[int, Inputs]:
+    """What an op takes beside its QKV product, into a cache that is not quantized: rows of the product's weight, and inputs."""
+    inputs = make_inputs(dtype, device, seed, **sizes)
+    num_rows = inputs.pop("qkv").shape[1]
+    for name in ("num_heads", "key_scales", "value_scales"):
+        del inputs[name]
+    return num_rows, inputs
+
+
 def bytes_moved(inputs: Inputs) -> int:
     """Every head in and out, and each token's position, slot and angles."""
     qkv: Tensor = inputs["qkv"]

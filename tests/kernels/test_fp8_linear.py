@@ -12,9 +12,7 @@ from kernels.ops import fp8_linear as module
 from kernels.ops.byte_launch import default_byte_tiles
 from kernels.ops.fp8_linear import MAX_TOKENS, fp8_linear
 from kernels.ops.projection import Tiles
-from kernels.ops.quantize_tokens import quantize_tokens
 from kernels.reference.fp8_linear import quantize_fp8
-from kernels.reference.token_codes import TokenCodes
 from kernels.registry import REGISTRY
 from tests.kernels.oracle import KERNEL_DTYPES
 
@@ -205,32 +203,3 @@ def test_more_inputs_than_a_program_holds_stay_emulated() -> None:
     packed = FP8("channel").quantize(torch.ones(1, 1))
     wide = replace(packed, codes=packed.codes.expand(1, 65537))
     assert wide.prepare() is wide
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5, 17])
-def test_tokens_that_are_codes_already(num_tokens: int, device: torch.device) -> None:
-    inputs = OP.make_inputs(torch.float16, device, num_tokens=num_tokens, bias=True, residual=True)
-    x = TokenCodes(*quantize_tokens(inputs["x"], torch.float8_e4m3fn), torch.float16)
-    rounded: dict[str, Any] = inputs | {"x": x}
-    for call in (fp8_linear, OP.reference):
-        expected = call(**inputs)
-        assert isinstance(expected, Tensor)
-        y: Any = call(**rounded)
-        assert y.dtype == torch.float16
-        assert torch.equal(y, expected)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"codes": torch.zeros(2, 16)}, "x.codes is float32"),
-        ({"scales": torch.zeros(2)}, r"x.scales has shape \[2\]; expected \[2, 1\]"),
-        ({"scales": torch.zeros(2, 2)[:, :1]}, "x.codes or x.scales have gaps"),
-        ({"codes": torch.zeros(2, 20).to(torch.float8_e4m3fn)}, r"codes has shape \[3, 16\]; expected \[any, 20\]"),
-        ({"dtype": torch.int32}, "x.dtype is torch.int32; allowed are"),
-    ],
-)
-def test_codes_of_tokens_that_do_not_fit(changes: dict[str, Any], named: str) -> None:
-    x = TokenCodes(torch.zeros(2, 16).to(torch.float8_e4m3fn), torch.zeros(2, 1), torch.float32)
-    with pytest.raises(ValueError, match=named):
-        fp8_linear(x._replace(**changes), torch.zeros(3, 16).to(torch.float8_e4m3fn), torch.zeros(3, 1))

@@ -9,8 +9,6 @@ from torch import Tensor
 from backend.quantization.w8a8_int8 import KernelW8A8Weight, W8A8Int8
 from kernels.ops.int8_linear import int8_linear
 from kernels.ops.projection import Tiles
-from kernels.ops.quantize_tokens import quantize_tokens
-from kernels.reference.token_codes import TokenCodes
 from kernels.registry import REGISTRY
 from tests.kernels.oracle import KERNEL_DTYPES
 
@@ -129,32 +127,3 @@ def test_a_layers_weight(device: torch.device) -> None:
     added = residual.to(device, copy=True)
     prepared.add_to(added, x.to(device), bias.to(device))
     torch.testing.assert_close(added.cpu(), residual + expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5, 17])
-def test_tokens_that_are_codes_already(num_tokens: int, device: torch.device) -> None:
-    inputs = OP.make_inputs(torch.float16, device, num_tokens=num_tokens, bias=True, residual=True)
-    x = TokenCodes(*quantize_tokens(inputs["x"], torch.int8), torch.float16)
-    rounded: dict[str, Any] = inputs | {"x": x}
-    for call in (int8_linear, OP.reference):
-        expected = call(**inputs)
-        assert isinstance(expected, Tensor)
-        y: Any = call(**rounded)
-        assert y.dtype == torch.float16
-        assert torch.equal(y, expected)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"codes": torch.zeros(2, 16)}, "x.codes is float32"),
-        ({"scales": torch.zeros(2)}, r"x.scales has shape \[2\]; expected \[2, 1\]"),
-        ({"scales": torch.zeros(2, 2)[:, :1]}, "x.codes or x.scales have gaps"),
-        ({"codes": torch.zeros(2, 20).to(torch.int8)}, r"codes has shape \[3, 16\]; expected \[any, 20\]"),
-        ({"dtype": torch.int32}, "x.dtype is torch.int32; allowed are"),
-    ],
-)
-def test_codes_of_tokens_that_do_not_fit(changes: dict[str, Any], named: str) -> None:
-    x = TokenCodes(torch.zeros(2, 16).to(torch.int8), torch.zeros(2, 1), torch.float32)
-    with pytest.raises(ValueError, match=named):
-        int8_linear(x._replace(**changes), torch.zeros(3, 16).to(torch.int8), torch.zeros(3, 1))
