@@ -35,7 +35,8 @@ def ledger(
     `requests` says what ran: request, tokens, kind. `events` says what became of KV blocks since the step before: allocate,
     share, copy, free, preempt, swap_out, swap_in, evict, cache, uncache, slide, give_back. Where drafts were verified, `rounds`
     has a request's drafted tokens, their probabilities by draft and target and that of being accepted, how many were, the token
-    that the target set behind them, how many tokens were delivered, and the step's time for drafts and for their verification.
+    that the target set behind them, how many tokens were delivered, and the step's time for drafts and for their verification. Of
+    a draft tree these are the tokens of the accepted path and the first one refused at its end; `num_nodes` is how many it had.
     """
     from app.services import Services
     from backend.metrics.ledger import LEDGER_KIND

@@ -13,6 +13,7 @@ import typer
 from app import terminal
 from app.cli_models import progress
 from app.cli_options import JsonOption
+from backend.errors import ServeLabError
 
 if TYPE_CHECKING:
     from backend.quantization.quantize_model import Quantized
@@ -89,14 +90,16 @@ def quantize(
                     device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
                     on_progress=lambda done, total: status.show("quantizing", f"quantizing: {done} of {total} layers"),
                 )
-            except KeyboardInterrupt:
-                done = len(work.finished)
-                terminal.note(
-                    f"interrupted; {done} layers are in {work.path}, and the same command goes on behind them"
-                    if done
-                    else "interrupted; no layer is finished"
-                )
-                raise typer.Exit(130) from None
+            except (KeyboardInterrupt, ServeLabError) as end:
+                interrupted, done = isinstance(end, KeyboardInterrupt), len(work.finished)
+                how = "interrupted" if interrupted else "failed"
+                if done:
+                    terminal.note(f"{how}; {done} layers are in {work.path}, and the same command goes on behind them")
+                elif interrupted:
+                    terminal.note("interrupted; no layer is finished")
+                if interrupted:
+                    raise typer.Exit(130) from None
+                raise
         kinds = _by_kind(result.modules)
         if as_json:
             document = {

@@ -99,7 +99,7 @@ def show(run: RunArgument, as_json: JsonOption = False) -> None:
             "Notes": stored.notes,
             "Created": formatting.timestamp(stored.created_at),
             "Host": stored.owner_host,
-            "Notices": "; ".join(stored.notices),
+            "Notices": "; ".join(notice.rstrip(".") for notice in stored.notices),
         }
         terminal.print_table(
             ("Run", f"#{stored.run_id}"), [(key, text) for key, text in facts.items() if text], "l", out

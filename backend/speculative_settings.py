@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from backend.settings import Section
+from backend.spec_decode.draft_tree import DEFAULT_TREES, DraftTree
 
 MAX_SPECULATIVE_TOKENS = 32
 MAX_TREE_TOKENS = 64  # of a request in a step in which some do not see others: a bit each
@@ -29,7 +30,14 @@ class SpeculativeSettings(Section):
         description="For draft_model: which one; by default the first third of the target's own layers. For eagle and "
         "medusa: the folder of the head; by default the one that comes for the model.",
     )
-    num_speculative_tokens: int = Field(5, ge=1, le=MAX_SPECULATIVE_TOKENS, description="Most tokens of one draft.")
+    num_speculative_tokens: int = Field(
+        5, ge=1, le=MAX_SPECULATIVE_TOKENS, description="Most tokens of one draft; with a tree, of each of its paths."
+    )
+    tree: bool = Field(
+        False,
+        description="For eagle and medusa: draft a tree of likely continuations instead of the likeliest one alone, and verify "
+        "all of its paths in one pass.",
+    )
     adaptive: bool = Field(
         True,
         description="Draft fewer tokens, or none, where drafts are seldom accepted or too many requests decode; else always "
@@ -79,6 +87,17 @@ class SpeculativeSettings(Section):
         if self.model is not None and self.method not in ("draft_model", "eagle", "medusa"):
             raise ValueError(f"model = {self.model!r} belongs to method = 'draft_model', 'eagle' or 'medusa'")
         return self
+
+    @model_validator(mode="after")
+    def _trees_come_of_heads(self) -> Self:
+        if self.tree and self.method not in DEFAULT_TREES:
+            raise ValueError(f"tree = True belongs to method = {' or '.join(map(repr, DEFAULT_TREES))}")
+        return self
+
+    @property
+    def draft_tree(self) -> DraftTree | None:
+        """The method's own, up to the depth of `num_speculative_tokens`; None: chains are drafted."""
+        return DEFAULT_TREES[self.method].cut(self.num_speculative_tokens) if self.tree else None
 
     @property
     def num_window_tokens(self) -> int:

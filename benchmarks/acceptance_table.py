@@ -9,8 +9,9 @@ from typing import Any
 
 from benchmarks.grid import NONE, markdown_lines
 
-# Tokens of a round over all categories, at least, by a head's kind, for chains.
+# Tokens of a round over all categories, at least, by a head's kind: for chains, and for trees.
 MIN_LENGTHS: Mapping[str, float] = {"eagle": 2.2}
+MIN_TREE_LENGTHS: Mapping[str, float] = {"eagle": 2.5, "medusa": 1.8}
 
 Result = Mapping[str, Any]
 
@@ -25,6 +26,12 @@ def markdown(results: Iterable[Result]) -> str:
     return "\n\n".join(_markdown(result, name, head) for result in results for name, head in result["heads"].items())
 
 
+def drafts_of(head: Mapping[str, Any]) -> str:
+    """In words, of a result of any age."""
+    num_nodes, length = head.get("num_nodes"), head["num_speculative_tokens"]
+    return f"trees of {num_nodes}, {length} deep" if num_nodes else f"chains of {length}"
+
+
 def _markdown(result: Result, name: str, head: Mapping[str, Any]) -> str:
     device = result["environment"]["gpu"] or result["environment"]["cpu"]
     rows = [("category", "rounds", "tokens of a round", "without loops", "accepted by position")]
@@ -37,12 +44,13 @@ def _markdown(result: Result, name: str, head: Mapping[str, Any]) -> str:
         rows.append((category, rounds, _length(whole), _length(of["no_loops"]), shares))
     options = result["options"]
     lines = [
-        f"**Head {name} ({head['kind']}, chains of {head['num_speculative_tokens']}) on {result['num_questions']} first turns "
+        f"**Head {name} ({head['kind']}, {drafts_of(head)}) on {result['num_questions']} first turns "
         f"of Spec-Bench, {options['output_len']} greedy tokens of {result['model']}, {device}, {result['date']}**",
         "",
         *markdown_lines(rows),
     ]
-    least, found = MIN_LENGTHS.get(head["kind"]), head["by_category"].get("all", {}).get("whole")
+    aims = MIN_TREE_LENGTHS if head.get("num_nodes") else MIN_LENGTHS
+    least, found = aims.get(head["kind"]), head["by_category"].get("all", {}).get("whole")
     if least is not None and found is not None and found["mean_length"] < least:
         lines += ["", f"Short of what it aims at: {found['mean_length']:.2f} tokens of a round instead of {least:.2f}."]
     return "\n".join(lines)

@@ -1,13 +1,13 @@
-"""How much of a draft head's chains the target accepts on Spec-Bench: mean acceptance length by category.
+"""How much of a draft head's chains or trees the target accepts on Spec-Bench: mean acceptance length by category.
 
-    python -m benchmarks.speculation_acceptance --prompts spec_bench.jsonl --head DIR [--head DIR ...] [-o FILE]
+    python -m benchmarks.speculation_acceptance --prompts spec_bench.jsonl --head DIR [--head DIR ...] [--tree] [-o FILE]
 
 The first turn of every question, answered greedily by the product's engine, 128 new tokens at most. The rounds are then found
 without drafting: both models run over the whole answers, and a chain is accepted as far as it says what the answer says
-(`backend.spec_decode.heads.acceptance`). Mean acceptance length is tokens by rounds, the target's own token of each round
-included and the prefill's left out; what the end of an answer cuts off counts as not drafted. "no loops": without the rounds
-whose first token lies in a repetition loop (`backend.spec_decode.heads.loops`), which a small model's greedy output often ends
-in.
+(`backend.spec_decode.heads.acceptance`), a tree along the path that does. Mean acceptance length is tokens by rounds, the
+target's own token of each round included and the prefill's left out; what the end of an answer cuts off counts as not drafted.
+"no loops": without the rounds whose first token lies in a repetition loop (`backend.spec_decode.heads.loops`), which a small
+model's greedy output often ends in.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from backend.errors import ConfigError, EngineError
 from backend.metrics.environment import environment
 from backend.sampling_params import SamplingParams
 from backend.workload.targets import StreamEvent
+from benchmarks.acceptance_table import drafts_of
 
 if TYPE_CHECKING:
     from backend.models.sources import ModelSource
@@ -93,6 +94,7 @@ def measure_head(
     answered: Sequence[tuple[list[int], int]],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
+    from backend.spec_decode.draft_tree import DEFAULT_TREES, DraftTree
     from backend.spec_decode.heads.acceptance import Answered, Drafter, answer_rounds
     from backend.spec_decode.heads.head_file import load_head
     from backend.spec_decode.heads.loops import in_loop
@@ -103,8 +105,10 @@ def measure_head(
     num_steps = options.num_speculative_tokens
     if loaded.config.kind == "medusa":
         num_steps = min(num_steps, loaded.config.num_speculative_tokens)
+    tree = DEFAULT_TREES[loaded.config.kind].cut(num_steps) if options.tree else DraftTree.chain(num_steps)
+    num_steps = tree.depth
     sequences = [Answered(ids, [(first, len(ids))]) for ids, first in answered]
-    rounds = answer_rounds(drafter, sequences, num_steps, options.batch_tokens)
+    rounds = answer_rounds(drafter, sequences, tree, options.batch_tokens)
     whole: dict[str, list[Round]] = {}
     no_loops: dict[str, list[Round]] = {}
     for question, (ids, first), of_one in zip(questions, answered, rounds, strict=True):
@@ -115,6 +119,7 @@ def measure_head(
     return {
         "kind": loaded.config.kind,
         "num_speculative_tokens": num_steps,
+        "num_nodes": tree.num_drafted if options.tree else None,
         "draft_vocab_size": loaded.config.draft_vocab_size,
         "training": dict(loaded.config.training),
         "by_category": {
@@ -134,7 +139,7 @@ def _summary(rounds: Sequence[Round], num_steps: int) -> dict[str, Any] | None:
 def text_table(heads: Mapping[str, Mapping[str, Any]]) -> str:
     lines = []
     for folder, head in heads.items():
-        lines.append(f"{folder}: {head['kind']}, chains of {head['num_speculative_tokens']}")
+        lines.append(f"{folder}: {head['kind']}, {drafts_of(head)}")
         lines.append(f"  {'category':<16}{'rounds':>8}{'length':>8}{'no loops':>10}  by position")
         for name, of in head["by_category"].items():
             whole, no_loops = of["whole"], of["no_loops"]
@@ -165,6 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--num-speculative-tokens", type=int, default=5, help="a Medusa drafts one for each head at most"
     )
+    parser.add_argument("--tree", action="store_true", help="the default tree of each head in place of a chain")
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--limit", type=int, help="questions of each category; by default all")
     parser.add_argument("--batch-tokens", type=int, default=16384, help="of answers that are run side by side")
@@ -194,7 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "benchmark": "speculation_acceptance",
             "date": datetime.now(UTC).date().isoformat(),
             "model": options.model,
-            "options": {name: getattr(options, name) for name in ("num_speculative_tokens", "output_len", "limit")},
+            "options": {
+                name: getattr(options, name) for name in ("num_speculative_tokens", "tree", "output_len", "limit")
+            },
             "num_questions": len(questions),
             "environment": environment(),
             "heads": heads,

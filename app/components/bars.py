@@ -36,7 +36,8 @@ def share_bar_html(title: str, shares: Sequence[Share], total_text: str) -> str:
     )
     return (
         '<div style="font-size:.87rem;line-height:1.6">'
-        f'<div style="display:flex;justify-content:space-between"><span style="font-weight:600">{escape(title)}</span>'
+        '<div style="display:flex;flex-wrap:wrap;justify-content:space-between;column-gap:1em">'
+        f'<span style="font-weight:600">{escape(title)}</span>'
         f'<span style="opacity:.75">{escape(total_text)}</span></div>'
         '<div style="display:flex;height:14px;border-radius:4px;overflow:hidden;margin:.25em 0 .35em;'
         f'background:rgba(128,134,145,.18)">{segments}</div><div>{names}</div></div>'

@@ -12,7 +12,7 @@ from app import formatting
 from app.components import activity, figures, links, live_charts, notes, palette
 from app.components.bars import Share, share_bar
 from app.services import Services
-from backend.metrics.stats import summary_to_dict
+from backend.metrics.stats import Phase, summary_to_dict
 from db.run_rows import Run
 
 if TYPE_CHECKING:
@@ -53,6 +53,12 @@ def under_way(services: Services, snapshot: LiveSnapshot, run: Run | None = None
     with figures.row():
         _live_figures(snapshot)
     _pictures(snapshot)
+
+
+def elsewhere(run: Run, then: str) -> None:
+    """In words: a run that another process runs, and what follows when it ends."""
+    doing = formatting.phase_text(Phase(**run.phase)) if run.phase else run.status
+    st.info(notes.plain(f"{doing} (process {run.owner_pid} on {run.owner_host}). {then}"))
 
 
 def _ended(services: Services, snapshot: LiveSnapshot, run: Run | None) -> None:

@@ -41,10 +41,10 @@ def show(playground: Playground) -> bool:
     config = info.resolved_config.model
     with st.container(horizontal=True, vertical_alignment="center"):
         context = formatting.quantity(config.max_model_len, "tokens")
-        st.markdown(
-            f"**{notes.plain(config.name)}**, {notes.plain(f'{config.dtype} on {config.device.upper()}, context {context}')}",
-            width="content",
-        )
+        method = info.resolved_config.speculative.method
+        drafts = "" if method == "none" else f", {method} drafts"
+        text = f"{config.dtype} on {config.device.upper()}, context {context}{drafts}"
+        st.markdown(f"**{notes.plain(config.name)}**, {notes.plain(text)}", width="content")
         with st.popover("Change model", type="tertiary", icon=":material/swap_horiz:", disabled=playground.is_loading):
             st.caption("Conversations stay; the next answer is the new model's. Runs and answers under way come first.")
             _buttons(playground, primary=False)

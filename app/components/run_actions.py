@@ -13,7 +13,7 @@ from backend.config import EngineConfig
 from backend.errors import ServeLabError
 from backend.workload.spec import Workload
 from db.export import Format, Table
-from db.run_rows import Run
+from db.run_rows import Run, RunKind
 
 _ERROR = "action error"
 _MIMES: dict[Format, str] = {"json": "application/json", "csv": "text/csv"}
@@ -24,6 +24,13 @@ _TABLES: dict[Table, str] = {
     "kernels": "kernel results, a row each",
     "quantization": "quantization results, a row each",
 }
+_OF_KIND: dict[RunKind, tuple[Table, ...]] = {
+    "serve": ("requests", "steps", "runs"),
+    "kernels": ("kernels", "runs"),
+    "quantization": ("quantization", "runs"),
+    "certificate": ("runs",),
+}
+_EXPORTED = "export-table"
 
 
 def show(services: Services, runs: Sequence[Run]) -> None:
@@ -55,9 +62,12 @@ def export(services: Services, runs: Sequence[Run]) -> None:
     """A popover that writes the runs to a file."""
     ids = [run.run_id for run in runs]
     formats = list(_MIMES)
+    tables: list[Table] = list(dict.fromkeys(table for run in runs for table in _OF_KIND[run.kind])) or list(_TABLES)
+    if st.session_state.get(_EXPORTED) not in tables:
+        st.session_state[_EXPORTED] = tables[0]
     with st.popover("Export", icon=":material/download:", disabled=not runs):
         file_format = st.radio("Format", formats, format_func=str.upper, horizontal=True, key="export-format")
-        table = st.radio("Content", list(_TABLES), format_func=lambda name: _TABLES[name], key="export-table")
+        table = st.radio("Content", tables, format_func=lambda name: _TABLES[name], key=_EXPORTED)
         st.download_button(
             "Download",
             data=lambda: export_stored_runs(services, ids, file_format, table),

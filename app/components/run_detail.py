@@ -13,7 +13,7 @@ from app.components.run_table import workload_text
 from app.components.speculation_pick import method_of
 from app.services import Services
 from backend.core.speculation import is_synthetic
-from backend.metrics.stats import DEFINITIONS, Phase
+from backend.metrics.stats import DEFINITIONS
 from db.run_rows import Run
 
 _QUANTILES = ("p50", "p90", "p95", "p99", "mean", "std", "min", "max", "count")
@@ -82,9 +82,7 @@ def _under_way(services: Services, run: Run | None) -> None:
     if activity.is_active(snapshot):
         live_panel.under_way(services, snapshot, run)
     else:
-        where = f"process {run.owner_pid} on {run.owner_host}"
-        doing = formatting.phase_text(Phase(**run.phase)) if run.phase else run.status
-        st.info(notes.plain(f"{doing} ({where}). Its figures appear here when it ends."))
+        live_panel.elsewhere(run, "Its figures appear here when it ends.")
 
 
 def _latency(services: Services, run: Run) -> None:

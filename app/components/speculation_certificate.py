@@ -160,6 +160,9 @@ def _certificate(services: Services, run: Run, is_alike: bool | None) -> None:
     if is_alike is False:
         st.caption("Its settings are not those of the run above.")
     if not run.is_final:
+        queue = services.queue
+        if not activity.is_active(queue.live(run.run_id)) and run.run_id not in queue.queued():
+            live_panel.elsewhere(run, "Its verdict is here when it ends and the page is loaded again.")
         return
     verdict, problem = _verdict_of(services, run)
     if run.status != "finished":

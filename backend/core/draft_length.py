@@ -5,6 +5,8 @@ at every position:
 
     speedup = (1 + accepted tokens of a round) / (1 + k (draft cost + verify cost))
 
+A tree is cut to its first k levels: each costs a draft, and each of its nodes a verification.
+
 Times are not measured but taken from fixed costs, and rates are counted: so a request's tokens do not depend on a clock.
 """
 
@@ -63,11 +65,13 @@ class DraftCost:
 
 class AdaptiveLength:
     """Args:
-    most: tokens of a draft.
+    most: tokens of a draft; of a tree, levels: lengths are then depths, and the rate is that of any node of a level.
+    num_nodes: of a tree, drafted tokens down to each depth from 0 on, all of which are verified; None: it is a chain.
     """
 
-    def __init__(self, most: int, cost: DraftCost) -> None:
+    def __init__(self, most: int, cost: DraftCost, num_nodes: Sequence[int] | None = None) -> None:
         self._cost = cost
+        self._num_nodes = num_nodes or range(most + 1)
         self._lengths = [
             [constant_rate_length(place / _RESOLUTION, k) for k in range(most + 1)] for place in range(_RESOLUTION + 1)
         ]
@@ -86,12 +90,16 @@ class AdaptiveLength:
         limits = [best[place] for place in places]
         mean_length = sum(self._lengths[place][k] for place, k in zip(places, limits, strict=True)) / len(limits)
         drafting = self._cost.draft * max(limits)
-        verifying = self._cost.verify(len(limits)) * sum(limits) / len(limits)
+        verifying = self._cost.verify(len(limits)) * sum(self._num_nodes[k] for k in limits) / len(limits)
         if mean_length <= 1 + drafting + verifying:
             limits = [0] * len(limits)
         self._num_steps += 1
         # For all in the same step: they share the passes of a draft model.
         return [max(1, k) for k in limits] if self._num_steps % PROBE_STEPS == 0 else limits
+
+    def pays_at_first(self) -> bool:
+        """Whether a request that is alone is drafted for while nothing is known of it."""
+        return self._best_with(1)[round(FIRST_RATE * _RESOLUTION)] > 0
 
     def learn(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """A round of the request has ended."""
@@ -100,9 +108,10 @@ class AdaptiveLength:
 
     def _best_with(self, batch_size: int) -> list[int]:
         if batch_size not in self._best:
-            cost = self._cost.token(batch_size)
+            draft, verify = self._cost.draft, self._cost.verify(batch_size)
+            costs = [1 + draft * k + verify * num_nodes for k, num_nodes in enumerate(self._num_nodes)]
             self._best[batch_size] = [
-                max(range(len(of_rate)), key=lambda k, of_rate=of_rate: of_rate[k] / (1 + cost * k))
+                max(range(len(of_rate)), key=lambda k, of_rate=of_rate: of_rate[k] / costs[k])
                 for of_rate in self._lengths
             ]
         return self._best[batch_size]

@@ -72,6 +72,9 @@ class SchedulerOutput:
 class DraftRounds:
     """The drafts that a step has verified, a row for each. numpy's arrays are for the record: nobody here looks into them.
 
+    Of a tree, a row tells the path that was accepted and, where it was left before its end, the first node that was refused
+    there: a chain whose tokens are those of the depths that were reached.
+
     A request that has no usable logits has a row too, which means nothing.
     """
 
@@ -84,6 +87,12 @@ class DraftRounds:
     probs: np.ndarray
     draft_ms: float  # all are drafted, and verified, at once
     verify_ms: float
+    num_nodes: list[int] | None = None  # that were drafted, where drafts are trees; None: they are chains
+
+    @property
+    def num_verified(self) -> list[int]:
+        """Drafted tokens that ran, of each row."""
+        return self.num_draft_tokens if self.num_nodes is None else self.num_nodes
 
 
 @dataclass(slots=True)

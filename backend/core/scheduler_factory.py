@@ -55,13 +55,16 @@ def make_scheduler(
     scheduler_class = RecomputeScheduler if cache.layout == "none" else Scheduler
     if config.speculative.method != "none":
         speculative = config.speculative
-        most, cost = speculative.num_speculative_tokens, DraftCost(draft_cost, config.model.device)
+        tree, cost = speculative.draft_tree, DraftCost(draft_cost, config.model.device)
+        most = tree.depth if tree else speculative.num_speculative_tokens
+        num_nodes = tree.num_drafted_to if tree else None
         scheduler_class = partial(
             SpeculativeScheduler,
             num_speculative_tokens=most,
-            length=AdaptiveLength(most, cost) if speculative.adaptive else None,
+            length=AdaptiveLength(most, cost, num_nodes) if speculative.adaptive else None,
             max_batch=speculative.max_batch,
             num_window_tokens=speculative.num_window_tokens,
+            num_nodes=num_nodes,
         )
     return scheduler_class(
         manager,

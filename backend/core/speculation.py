@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from backend.config import EngineConfig
-from backend.core.draft_length import FIRST_RATE, PROBE_STEPS, DraftCost
+from backend.core.draft_length import FIRST_RATE, PROBE_STEPS, AdaptiveLength, DraftCost
 from backend.errors import ConfigError
 
 SYNTHETIC = "synthetic"  # of `speculative.method`
@@ -20,6 +20,11 @@ def check_speculation(config: EngineConfig) -> None:
         raise ConfigError(
             f"speculative.method = {method!r} does not go together with cache.layout = {layout!r}: without keys and values "
             "of the tokens before them drafts cannot be verified together; allowed are 'paged', 'contiguous'"
+        )
+    if config.speculative.tree and config.kernels.batch_invariant:
+        raise ConfigError(
+            "speculative.tree = True does not go together with kernels.batch_invariant = True: a tree's branches lie between "
+            "the tokens that are accepted, and their sums are taken in another order than plain decoding's"
         )
     if config.speculative.method == SYNTHETIC and not config.model.name.startswith("dummy:"):
         raise ConfigError(
@@ -96,6 +101,16 @@ def _where_it_loses(resolved: EngineConfig, draft_cost: float) -> str:
     if not resolved.speculative.adaptive:
         return "speculation goes on where it loses: speculative.adaptive is off."
     cost, most = DraftCost(draft_cost, resolved.model.device), resolved.scheduler.max_num_seqs
+    tree = resolved.speculative.draft_tree
+    if tree is not None:
+        length = AdaptiveLength(tree.depth, cost, tree.num_drafted_to)
+        whole = cost.draft * tree.depth + cost.verify(1) * tree.num_drafted
+        begins = "" if length.pays_at_first() else " It begins switched off."
+        return (
+            f"speculation is off in steps in which it would lose (speculative.adaptive), and trees are cut to the levels that "
+            f"pay: a whole one of {tree.num_drafted} tokens costs about {whole:.2f} plain steps with one request.{begins} One "
+            f"step in {PROBE_STEPS} drafts a level all the same, to see."
+        )
     alone = cost.token(1)
     with_all = f", {cost.token(most):.2f} with {most:,}" if most and most > 1 else ""
     begins = "" if alone < FIRST_RATE else " It begins switched off."

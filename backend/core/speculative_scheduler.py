@@ -1,4 +1,4 @@
-"""`SpeculativeScheduler`: requests that decode may have drafts verified behind their last token.
+"""`SpeculativeScheduler`: requests that decode may have drafts verified behind their last token, a chain or a tree of them.
 
 A request that needs a single token is scheduled that token, and the right to so many drafts behind it: what the step's budget
 and the pool have left once everybody else is served. So drafts go before anybody is preempted, turned away or held up. The
@@ -10,6 +10,7 @@ over by what comes next, and is not hashed into the prefix cache. Blocks that on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from backend.core.draft_length import AdaptiveLength
@@ -27,6 +28,8 @@ class SpeculativeScheduler(Scheduler):
         length: how many of them are worth it; None: always all.
         max_batch: nobody drafts in a step in which more requests decode; None: however many.
         num_window_tokens: that run behind each draft and are never accepted; without room for all of them there is no draft.
+        num_nodes: drafts are trees, and these their nodes down to each depth from 0 on, see `DraftTree.num_drafted_to`; a round
+            accepts one of each depth at most, and `num_speculative_tokens` is the deepest. None: drafts are chains.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class SpeculativeScheduler(Scheduler):
         length: AdaptiveLength | None = None,
         max_batch: int | None = None,
         num_window_tokens: int = 0,
+        num_nodes: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -43,6 +47,7 @@ class SpeculativeScheduler(Scheduler):
         self._length = length
         self._max_batch = max_batch
         self._num_window_tokens = num_window_tokens
+        self._num_nodes = num_nodes
         self._num_kept_blocks: dict[str, int] = {}  # since the last step, of requests that gave some back
 
     def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
@@ -116,6 +121,8 @@ class SpeculativeScheduler(Scheduler):
             num_left = request.max_num_tokens - len(request.token_ids) - 1
             if self._num_window_tokens:
                 num_drafts = self._reserve_window(plan, request, min(most[place], num_left), share)
+            elif self._num_nodes:
+                num_drafts = self._reserve_tree(plan, request, min(most[place], num_left), share)
             else:
                 num_drafts = self._reserve(plan, request, min(most[place], num_left, share))
             if num_drafts:
@@ -141,6 +148,15 @@ class SpeculativeScheduler(Scheduler):
         if num_tokens <= self._num_window_tokens:
             return 0
         return num_tokens if self._reserve(plan, request, num_tokens) == num_tokens else 0
+
+    def _reserve_tree(self, plan: StepPlan, request: Request, depth: int, share: int) -> int:
+        """The same for the nodes of a tree of that depth, or as many as there is room for: the first ones are a tree as well.
+
+        Beyond the request's own end there may be slots of nodes that share a position, and beyond the context none.
+        """
+        assert self._num_nodes is not None
+        room = min(share, self.max_model_len - len(request.token_ids))
+        return self._reserve(plan, request, min(self._num_nodes[max(0, depth)], room))
 
 
 def _decodes(request: Request) -> bool:

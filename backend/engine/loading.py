@@ -31,6 +31,7 @@ from backend.worker.head_runner import HeadModelRunner
 from backend.worker.lookahead_runner import LookaheadModelRunner
 from backend.worker.model_runner import ModelRunner
 from backend.worker.speculative_runner import SpeculativeModelRunner
+from backend.worker.tree_runner import TreeModelRunner
 
 # By `speculative.method`; all others have a `SpeculativeModelRunner`.
 _RUNNERS: dict[str, type[ModelRunner]] = {"none": ModelRunner} | dict.fromkeys(HEAD_METHODS, HeadModelRunner)
@@ -88,7 +89,9 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
     tokenizer = load_tokenizer(source)
     if resolved.speculative.method == "draft_model" and resolved.speculative.model is not None:
         check_same_tokens(source, _resolve_draft(resolved.speculative.model))
-    runner = _RUNNERS.get(resolved.speculative.method, SpeculativeModelRunner)(resolved)
+    has_trees = resolved.speculative.tree
+    runner_class = TreeModelRunner if has_trees else _RUNNERS.get(resolved.speculative.method, SpeculativeModelRunner)
+    runner = runner_class(resolved)
     try:
         loaded = runner.load_model(
             source, lambda done, total: on_phase(Phase("loading", done / 2**20, total / 2**20, "MiB"))

@@ -140,7 +140,7 @@ class StepRecorder:
             grown = {key: in_blocks[key] + count for key, count in accepted.items() if key in in_blocks}
             step.key_frame = step.key_frame._replace(num_tokens={**in_blocks, **grown})
         num_tokens = {key: count + accepted.get(key, 0) for key, count in step.scheduled.num_scheduled_tokens.items()}
-        return num_tokens, sum(rounds.num_draft_tokens) - sum(rounds.num_accepted)
+        return num_tokens, sum(rounds.num_verified) - sum(rounds.num_accepted)
 
     def _emit(self, kind: str, chunk: LedgerChunk | None) -> None:
         if chunk is not None:

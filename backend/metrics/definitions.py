@@ -120,7 +120,9 @@ DEFINITIONS: dict[str, MetricDefinition] = {
         "caching is off.",
     ),
     "draft_acceptance_rate": MetricDefinition(
-        "Draft acceptance rate", "%", "Accepted / drafted tokens; nothing without speculation."
+        "Draft acceptance rate",
+        "%",
+        "Accepted / drafted tokens, of draft trees one of each depth that a round came to; nothing without speculation.",
     ),
     "mean_acceptance_length": MetricDefinition(
         "Mean acceptance length",

@@ -7,10 +7,12 @@ A chunk is zlib data over, in little-endian order:
     id table: JSON list of request ids, UTF-8
     columns, one after the other:
         of a step: its number u32, rounds u32, draft ms f32, verify ms f32 [num_steps each]
-        of a round: id table index u32, position u32, last token u32, drafted tokens u8, accepted u8, delivered u8
-        [num_rounds each]
+        of a round: id table index u32, position u32, last token u32, drafted tokens u8, accepted u8, delivered u8, nodes of
+        its tree u8, 0 of a chain [num_rounds each]
         of a drafted token, round by round: its id u32; probability by the target, that it is accepted, by the draft, f16 each
         [num_drafts each]
+
+Version 1 has no nodes.
 """
 
 from __future__ import annotations
@@ -34,16 +36,20 @@ if TYPE_CHECKING:
 SPECULATION_KIND = "speculation"  # the `kind` of these chunks in `StatsSink.on_chunk`
 MAX_STEPS = 256  # of a chunk
 
-_MAGIC, _VERSION = b"SLSP", 1
+_MAGIC, _VERSION = b"SLSP", 2
 _HEAD = struct.Struct("<4sBIIII")
 _OF_A_STEP = ("<u4", "<u4", "<f4", "<f4")
-_OF_A_ROUND = ("<u4", "<u4", "<u4", "u1", "u1", "u1")
+_OF_A_ROUND = ("<u4", "<u4", "<u4", "u1", "u1", "u1", "u1")
 _OF_A_DRAFT = ("<u4", "<f2", "<f2", "<f2")
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One draft of a request and its verification. Probabilities are of the drafted tokens, to three digits."""
+    """One draft of a request and its verification. Probabilities are of the drafted tokens, to three digits.
+
+    Of a tree the drafted tokens are those of the accepted path and, where that was left before its end, the first one that was
+    refused there: one of each depth that was reached.
+    """
 
     step: int
     request_id: str
@@ -57,6 +63,7 @@ class Round:
     num_emitted: int  # tokens that were delivered: one more than accepted, or fewer where the output ended among them
     draft_ms: float  # of all rounds of the step
     verify_ms: float
+    num_nodes: int | None = None  # of the tree that was drafted, the text's last token left out; None: it was a chain
 
 
 def round_to_dict(each: Round) -> dict[str, Any]:
@@ -120,6 +127,7 @@ def _encode(steps: Sequence[_Step]) -> bytes:
                 counts,
                 np.array(rounds.num_accepted)[kept],
                 step.num_emitted,
+                [rounds.num_nodes[row] if rounds.num_nodes else 0 for row in kept],
             )
         )
         drafted = np.arange(rounds.draft_token_ids.shape[1]) < counts[:, None]
@@ -141,6 +149,7 @@ class RoundTable:
     """The rounds of a chunk by column, in the order of their steps: int64 and, where they end in `_ms`, float32 [num_rounds].
 
     Attributes:
+        num_nodes: of trees; 0: it was a chain.
         request: place in `request_ids`, which are in the order of their first rounds.
         ends: of the round's drafted tokens in `draft_token_ids` int64 and the probabilities float16, each [num_drafts].
     """
@@ -153,6 +162,7 @@ class RoundTable:
     num_drafted: np.ndarray
     num_accepted: np.ndarray
     num_emitted: np.ndarray
+    num_nodes: np.ndarray
     draft_ms: np.ndarray
     verify_ms: np.ndarray
     ends: np.ndarray
@@ -177,6 +187,7 @@ class RoundTable:
             num_emitted=int(self.num_emitted[row]),
             draft_ms=float(self.draft_ms[row]),
             verify_ms=float(self.verify_ms[row]),
+            num_nodes=int(self.num_nodes[row]) or None,
         )
 
 
@@ -199,11 +210,12 @@ def read_table(data: bytes) -> RoundTable:
 def _decoded(data: bytes) -> RoundTable:
     raw = zlib.decompress(data)
     magic, version, num_steps, num_rounds, num_drafts, names_size = _HEAD.unpack_from(raw)
-    if magic == _MAGIC and version != _VERSION:
+    if magic == _MAGIC and version not in (1, _VERSION):
         raise DatabaseError(
-            f"the speculation ledger has format {version}; this version of ServeLab reads format {_VERSION}"
+            f"the speculation ledger has format {version}; this version of ServeLab reads formats 1 to {_VERSION}"
         )
-    parts = ((_OF_A_STEP, num_steps), (_OF_A_ROUND, num_rounds), (_OF_A_DRAFT, num_drafts))
+    of_a_round = _OF_A_ROUND if version > 1 else _OF_A_ROUND[:-1]
+    parts = ((_OF_A_STEP, num_steps), (of_a_round, num_rounds), (_OF_A_DRAFT, num_drafts))
     widths = [(dtype, count) for dtypes, count in parts for dtype in dtypes]
     size = _HEAD.size + names_size + sum(int(dtype[-1]) * count for dtype, count in widths)
     if magic != _MAGIC or len(raw) != size:
@@ -212,14 +224,18 @@ def _decoded(data: bytes) -> RoundTable:
     if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
         raise ValueError("ids are strings")
     columns = _columns(raw, _HEAD.size + names_size, widths)
-    steps, counts, draft_ms, verify_ms, indices, positions, token_ids, drafted, accepted, emitted, *drafts = columns
+    if version == 1:
+        columns.insert(-len(_OF_A_DRAFT), columns[-len(_OF_A_DRAFT) - 1] * 0)
+    steps, counts, draft_ms, verify_ms, indices, positions, token_ids, drafted, accepted, emitted, nodes, *drafts = (
+        columns
+    )
     if int(counts.sum()) != num_rounds or int(drafted.sum()) != num_drafts:
         raise ValueError("counts do not add up")
     if num_rounds and int(indices.max()) >= len(ids):
         raise IndexError("a round is of no request")
     step, draft_ms, verify_ms = (column.repeat(counts) for column in (steps, draft_ms, verify_ms))
-    of_a_round = step, indices, positions, token_ids, drafted, accepted, emitted, draft_ms, verify_ms
-    return RoundTable(ids, *of_a_round, drafted.cumsum(), *drafts)
+    by_round = step, indices, positions, token_ids, drafted, accepted, emitted, nodes, draft_ms, verify_ms
+    return RoundTable(ids, *by_round, drafted.cumsum(), *drafts)
 
 
 def _columns(raw: bytes, offset: int, widths: Sequence[tuple[str, int]]) -> list[np.ndarray]:

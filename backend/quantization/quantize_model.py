@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from backend.config import QuantizationSettings
-from backend.errors import ConfigError
+from backend.errors import ConfigError, ModelError
 from backend.models.checkpoint import Checkpoint
 from backend.models.layer_quantizer import LayerQuantizer
 from backend.models.model_config import DecoderConfig, load_decoder_config
@@ -110,7 +110,8 @@ def quantize_model(
         windows: int64 [num_windows, length], token ids to calibrate on.
         on_progress: called with the number of layers done and of all.
     Raises:
-        ConfigError: the settings do not fit the model, or the model is a dummy or quantized already.
+        ConfigError: the settings do not fit the model, the model is a dummy or quantized already, or another run makes the
+            same output.
         ModelError: the model's files are damaged, or the output cannot be written.
     """
     if source.path is None:
@@ -123,9 +124,9 @@ def quantize_model(
     chosen = LayerQuantizer(config, settings, torch.float32)
     scheme = scheme_of(chosen.settings)
     runner = LayerRunner(config, windows.shape[1], device)
-    work.open(_key(source.path, method, chosen.settings, windows, device))
-    num_resumed = len(work.finished)
     try:
+        work.open(_key(source.path, method, chosen.settings, windows, device))
+        num_resumed = len(work.finished)
         with Checkpoint(source.path) as checkpoint:
             if num_resumed < config.num_layers:
                 _Run(config, method, chosen, scheme, checkpoint, work, runner, device).all_layers(windows, on_progress)
@@ -135,9 +136,8 @@ def quantize_model(
                 {name: checkpoint.tensor(name) for name in others if not name.endswith(REDUNDANT_SUFFIX)},
                 all_layers_but(scheme, _projections(config, chosen.skipped)).to_dict(),
             )
-    except BaseException:
-        work.forget_if_empty()
-        raise
+    finally:
+        work.close()
     return QuantizationResult(
         output=work.output,
         scheme=scheme,
@@ -183,6 +183,12 @@ class _Run:
         single, settings = self._single, self._chosen.settings
         single.load(index, self._checkpoint.tensor)
         stats = self._runner.collect(single.layer, single.linears, hidden, window)
+        for name, of_module in stats.items():
+            if not of_module.hessian.isfinite().all():
+                raise ModelError(
+                    f"layers.{index}.{name} gets inputs that are infinite, NaN or beyond float32's range when squared, on "
+                    "the calibration text: the model itself does not run in float32"
+                )
         quantize: Callable[[str, Tensor, InputStats], PackedWeight]
         if self._method in _CALIBRATED:
             assert settings.bits is not None

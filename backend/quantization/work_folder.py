@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -34,38 +35,81 @@ _COPIED = (
 
 
 class WorkFolder:
-    """Beside the output's place. Use `finished` to see how far an earlier run got."""
+    """Beside the output's place, one run's at a time. Use `finished` to see how far an earlier run got."""
 
     def __init__(self, output: Path, *, force: bool) -> None:
         """Raise `ConfigError` for an output that exists, unless it is empty or `force` permits to replace a model there."""
         self.output = output.absolute()
-        if self.output.is_dir():
-            if any(self.output.iterdir()):
-                if not force:
-                    raise ConfigError(
-                        f"{output} exists and is not empty; name another folder, or replace it with --force"
-                    )
-                if not (self.output / _CONFIG).is_file():
-                    raise ConfigError(f"{output} holds no model: --force replaces models only; name another folder")
-        elif self.output.exists() or self.output.is_symlink():
-            raise ConfigError(f"{output} exists and is not a folder; name another")
         self.path = self.output.with_name(f".{self.output.name}.partial")
+        self._force = force
         self._key = ""
         self._reports: list[Any] = []
+        self._lock: int | None = None  # the folder's descriptor: the system lets go of it when this process dies
+        self._check_output()
 
     def open(self, key: str) -> None:
-        """Go on where a run with the same key stopped, or start afresh. Raises `ModelError` where nothing can be written."""
+        """Go on where a run with the same key stopped, or start afresh.
+
+        Raises:
+            ConfigError: another run writes here, or has just made the output.
+            ModelError: nothing can be written.
+        """
+        with _disk_errors(self.path):
+            self._acquire()
         self._key = key
         try:
             note = json.loads((self.path / _NOTE).read_text(encoding="utf-8"))
             self._reports = list(note["layers"]) if note["key"] == key else []
         except (OSError, ValueError, KeyError, TypeError):
             self._reports = []
+        self._check_output()
         if not self._reports:
             with _disk_errors(self.path):
-                shutil.rmtree(self.path, ignore_errors=True)
-                self.path.mkdir(parents=True)
+                for path in self.path.iterdir():
+                    path.unlink()
                 self._write_note()
+
+    def close(self) -> None:
+        """Let others write here. A folder without a layer goes: there is nothing to go on with."""
+        if self._lock is None:
+            return
+        if not self._reports:
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+
+    def _acquire(self) -> None:
+        while self._lock is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                lock = os.open(self.path, os.O_RDONLY)
+            except FileNotFoundError:  # another run has just ended
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(lock, self.path):  # else another run has renamed or removed it since
+                    self._lock = lock
+            except BlockingIOError:
+                raise ConfigError(
+                    f"another run is making {self.output}; wait until it has ended, or name another folder"
+                ) from None
+            finally:
+                if self._lock is None:
+                    os.close(lock)
+
+    def _check_output(self) -> None:
+        if self.output.is_dir():
+            if any(self.output.iterdir()):
+                if not self._force:
+                    raise ConfigError(
+                        f"{self.output} exists and is not empty; name another folder, or replace it with --force"
+                    )
+                if not (self.output / _CONFIG).is_file():
+                    raise ConfigError(
+                        f"{self.output} holds no model: --force replaces models only; name another folder"
+                    )
+        elif self.output.exists() or self.output.is_symlink():
+            raise ConfigError(f"{self.output} exists and is not a folder; name another")
 
     @property
     def finished(self) -> list[Any]:
@@ -88,17 +132,15 @@ class WorkFolder:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path} is damaged ({error}); remove {self.path} to start afresh") from None
 
-    def forget_if_empty(self) -> None:
-        """Remove the folder where no layer was written: there is nothing to go on with."""
-        if not self._reports:
-            shutil.rmtree(self.path, ignore_errors=True)
-
     def publish(self, source: Path, others: Mapping[str, Tensor], quantization: dict[str, Any]) -> None:
         """Add what is not in a layer, config and tokenizer, and give the folder the output's name.
 
         Args:
             source: the model's folder.
             quantization: `quantization_config` for config.json.
+        Raises:
+            ConfigError: something else has got the output's name since.
+            ModelError: the folder cannot be written.
         """
         self._save("others", others)
         with _disk_errors(self.path):
@@ -110,6 +152,7 @@ class WorkFolder:
             config = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
             config["quantization_config"] = quantization
             (self.path / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            self._check_output()  # while a later run can still go on behind the layers
             for left_over in (self.path / _NOTE, *self.path.glob("*.unfinished")):
                 left_over.unlink()
             for path in (*self.path.iterdir(), self.path):
@@ -148,6 +191,13 @@ class WorkFolder:
         unfinished.write_text(json.dumps({"key": self._key, "layers": self._reports}), encoding="utf-8")
         flush(unfinished)
         os.replace(unfinished, self.path / _NOTE)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _umask() -> int:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from backend.worker.input_batch import StepInput
 
 
 class Spans(Protocol):
     def span(self, token_ids: Mapping[str, Sequence[int]], ends: Sequence[int]) -> StepInput:
         """See `SpeculativeInputBatch.span`."""
+        ...
+
+    def block_tables(self, request_ids: Sequence[str], num_tokens: int) -> np.ndarray:
+        """See `SpeculativeInputBatch.block_tables`."""
         ...

@@ -17,7 +17,6 @@ from backend.models.loader import LoadedModel
 from backend.models.model_config import DecoderConfig
 from backend.models.sources import ModelSource
 from backend.sample.metadata import copy_to
-from backend.sample.rejection_sampler import VerifiedRound
 from backend.spec_decode.draft_vocabulary import DraftVocabulary
 from backend.spec_decode.eagle import EagleDraft, EagleProposer
 from backend.spec_decode.heads.eagle import EagleHead
@@ -34,6 +33,7 @@ from backend.worker.graph_pass import GraphPass, Keep
 from backend.worker.input_batch import InputBatch, StepInput
 from backend.worker.memory_profile import OBSERVE_GRAPHS_BYTES
 from backend.worker.out_of_memory import is_out_of_memory
+from backend.worker.speculation import Followers
 from backend.worker.speculative_batch import SpeculativeInputBatch, Verification
 from backend.worker.speculative_runner import SpeculativeModelRunner
 from backend.worker.step_tensors import StepTensors
@@ -140,8 +140,7 @@ class HeadModelRunner(SpeculativeModelRunner):
         num_rows, hidden_size = self._last_tokens.numel(), model.config.hidden_size
         states = torch.zeros(num_rows, hidden_size, dtype=self._dtype, device=self._device)
         if isinstance(head.head, MedusaHeads):
-            final_hidden = self._decoder.final_hidden
-            self._proposer = MedusaProposer(head.head, vocabulary, final_hidden, model.embedding, states)
+            self._proposer = self._propose_by_medusa(head.head, vocabulary, model.embedding, states)
             self._chain = self._proposer
             return self._proposer
         draft = EagleDraft(
@@ -152,9 +151,18 @@ class HeadModelRunner(SpeculativeModelRunner):
             layer_cache=self._draft_caches[0],
             attention=self._attention,
         )
-        self._proposer = EagleProposer(draft, batch, states, self._config.speculative.num_speculative_tokens)
+        self._proposer = self._propose_by_eagle(draft, batch, states)
         self._chain = self._proposer
         return self._proposer
+
+    def _propose_by_medusa(
+        self, heads: MedusaHeads, vocabulary: DraftVocabulary, embedding: Tensor, states: Tensor
+    ) -> MedusaProposer:
+        assert self._decoder is not None
+        return MedusaProposer(heads, vocabulary, self._decoder.final_hidden, embedding, states)
+
+    def _propose_by_eagle(self, draft: EagleDraft, batch: SpeculativeInputBatch, states: Tensor) -> EagleProposer:
+        return EagleProposer(draft, batch, states, self._config.speculative.num_speculative_tokens)
 
     @property
     def _head_proposer(self) -> HeadProposer | None:
@@ -224,17 +232,17 @@ class HeadModelRunner(SpeculativeModelRunner):
         self._observe(step, ends, None)
         return carried_out
 
-    def _verified(self, step: StepInput, verification: Verification, verified: VerifiedRound) -> None:
+    def _verified(self, step: StepInput, verification: Verification, followers: Followers) -> None:
         counts = verification.num_draft_tokens
         ends = step.query_start_loc[1:].astype(np.int64) - 1
         others = ends[~np.isin(step.token_rows[ends], verification.rows)]
         begins = verification.logits_indices[np.cumsum(counts + 1) - counts - 1]
         assert self._speculation is not None
         with self._speculation.preparing():
-            self._observe(step, np.concatenate((others, begins)), (verification, verified))
+            self._observe(step, np.concatenate((others, begins)), (verification, followers))
 
     def _observe(
-        self, step: StepInput, last_indices: np.ndarray, drafted: tuple[Verification, VerifiedRound] | None
+        self, step: StepInput, last_indices: np.ndarray, drafted: tuple[Verification, Followers] | None
     ) -> None:
         """Let the head read the step that has been started.
 
@@ -272,10 +280,10 @@ class HeadModelRunner(SpeculativeModelRunner):
         raise RuntimeError("no step has been run that could be observed")
 
 
-def _move_on(lasts: Tensor, next_token_ids: Tensor, verification: Verification, verified: VerifiedRound) -> None:
+def _move_on(lasts: Tensor, next_token_ids: Tensor, verification: Verification, followers: Followers) -> None:
     """Tell what became of drafts, in place: of each request's last token, and of what comes behind each."""
-    counts, token_ids = verification.num_draft_tokens, verified.token_ids
-    lasts[len(lasts) - len(counts) :] += verified.num_accepted
+    counts, token_ids = verification.num_draft_tokens, followers.token_ids
+    lasts[len(lasts) - len(counts) :] += followers.last_places
     places = np.flatnonzero(np.arange(token_ids.shape[1]) <= counts[:, None])
     targets, sources = copy_to(np.stack((verification.logits_indices, places)), lasts.device)
     next_token_ids.index_copy_(0, targets, token_ids.reshape(-1)[sources].clamp(min=0))  # none behind a rejected one

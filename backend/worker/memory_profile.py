@@ -102,5 +102,10 @@ def _profile_run(
     hidden = decoder.forward(zeros, zeros, zeros[:1], caches, metadata, attention)
     logits = decoder.compute_logits(hidden[:rows])
     sampler(logits, SamplingMetadata([sampled] * rows, [0] * rows, [()] * rows))
+    if speculative.draft_tree is not None:
+        del logits
+        rows = min(max_num_seqs * len(speculative.draft_tree), num_tokens)
+        # Verification keeps them padded and, for some, with banned ids beside them.
+        _ = [decoder.compute_logits(hidden[:rows]) for _ in range(3)]
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - held

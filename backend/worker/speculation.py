@@ -29,6 +29,14 @@ class Draft:
     times: RoundTimes
 
 
+@dataclass(frozen=True, slots=True)
+class Followers:
+    """What came of a round, by the places of each row: its last token, then its drafts."""
+
+    last_places: Tensor  # int64 [num_rows], of the last token that is not left out
+    token_ids: Tensor  # int64 [num_rows, k + 1], what comes behind each; behind those left out any, or -1
+
+
 class Speculation:
     """Args:
     proposer: of the drafts.
@@ -114,19 +122,11 @@ class Speculation:
         Args:
             logits: float32 [num_logits, vocab_size], of `verification.logits_indices`.
         """
-        num_rows, k = draft.output.token_ids.shape
-        counts = verification.num_draft_tokens
-        if (counts == k).all():
-            target_logits = logits.view(num_rows, k + 1, -1)
-        else:
-            places = copy_to(np.flatnonzero(np.arange(k + 1) <= counts[:, None]), self._device)
-            target_logits = logits.new_zeros(num_rows * (k + 1), logits.shape[1])
-            target_logits = target_logits.index_copy_(0, places, logits).view(num_rows, k + 1, -1)
-        sampling = verification.sampling
+        k, sampling = draft.output.token_ids.shape[1], verification.sampling
         return self._sampler(
-            target_logits,
+            padded_logits(logits, verification.num_draft_tokens, k),
             draft.output.token_ids,
-            copy_to(counts, self._device),
+            copy_to(verification.num_draft_tokens, self._device),
             draft.output.probs,
             SpeculativeSampling.build(sampling, k, self._device) if sampling else None,
         )
@@ -134,6 +134,16 @@ class Speculation:
     def watch(self, pending: PendingOutput) -> PendingOutput:
         """The same result, of which the proposer is told."""
         return _Watched(pending, self._proposer)
+
+
+def padded_logits(logits: Tensor, num_draft_tokens: np.ndarray, k: int) -> Tensor:
+    """float32 [num_rows, k + 1, vocab_size], zeros behind a row's last draft, of those of each row's tokens, end to end."""
+    num_rows = len(num_draft_tokens)
+    if (num_draft_tokens == k).all():
+        return logits.view(num_rows, k + 1, -1)
+    places = copy_to(np.flatnonzero(np.arange(k + 1) <= num_draft_tokens[:, None]), logits.device)
+    padded = logits.new_zeros(num_rows * (k + 1), logits.shape[1])
+    return padded.index_copy_(0, places, logits).view(num_rows, k + 1, -1)
 
 
 @dataclass(slots=True)

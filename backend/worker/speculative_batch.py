@@ -166,6 +166,14 @@ class SpeculativeInputBatch(InputBatch):
             sampling=None,
         )
 
+    def block_tables(self, request_ids: Sequence[str], num_tokens: int) -> np.ndarray:
+        """Of the first KV group, int32 [num_reqs, blocks of so many tokens]; where a request has no block, the null block."""
+        tables = self._tables[0][self._rows(request_ids), : -(-num_tokens // self._block_size)]
+        num_blocks = np.array([self._states[request_id].num_blocks for request_id in request_ids], dtype=np.int64)
+        num_missing = -(-num_tokens // self._block_size) - tables.shape[1]  # behind the longest request there may be
+        tables = np.pad(tables, ((0, 0), (0, num_missing)))
+        return tables * (np.arange(tables.shape[1], dtype=np.int32) < num_blocks[:, None])
+
     def build_drafted(
         self, scheduled: SchedulerOutput, num_draft_tokens: Mapping[str, int]
     ) -> tuple[StepInput, Verification]:

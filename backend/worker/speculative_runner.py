@@ -22,7 +22,7 @@ from backend.worker.draft_model_runner import DraftModelRunner
 from backend.worker.input_batch import InputBatch, StepInput
 from backend.worker.memory_profile import ROUND_GRAPH_BYTES
 from backend.worker.round_download import RoundDownload, num_round_bytes, pack_round
-from backend.worker.speculation import Draft, Speculation
+from backend.worker.speculation import Draft, Followers, Speculation
 from backend.worker.speculative_batch import SpeculativeInputBatch, Verification
 from backend.worker.step_tensors import to_device
 from backend.worker.token_download import TokenDownload
@@ -198,24 +198,51 @@ class SpeculativeModelRunner(DraftModelRunner):
         if num_others:
             outcomes = self._sample(logits[:num_others], step.sampling, rows)
         others = TokenDownload(step.sampled_request_ids, outcomes, self._downloads, self._not_finite)
-        verified = speculation.verify(logits[num_others:], draft, verification)
+        return self._end_round(step, draft, verification, logits[num_others:], others)
+
+    def _end_round(
+        self, step: StepInput, draft: Draft, verification: Verification, logits: Tensor, others: PendingOutput
+    ) -> PendingOutput:
+        """What becomes of the drafts.
+
+        Args:
+            logits: float32 [num_logits, vocab_size], of `verification.logits_indices`.
+            others: of the step's other requests.
+        """
+        assert self._speculation is not None
+        verified = self._speculation.verify(logits, draft, verification)
+        download = self._download(draft, verification, verified, draft.output.token_ids, others)
+        self._verified(step, verification, Followers(verified.num_accepted, verified.token_ids))
+        return download
+
+    def _download(
+        self,
+        draft: Draft,
+        verification: Verification,
+        verified: VerifiedRound,
+        draft_token_ids: Tensor,
+        others: PendingOutput,
+    ) -> RoundDownload:
+        """Record each request's last token, and tell the host of the round.
+
+        Args:
+            draft_token_ids: int64 [num_rows, k], those that `verified` speaks of.
+        """
         last = verified.token_ids.gather(1, verified.num_accepted[:, None])[:, 0]
         self._record_tokens(last, verified.finite, self._upload(verification.rows), self._last_tokens)
-        shape = (len(verification.rows), draft.output.token_ids.shape[1])
-        download = RoundDownload(
+        shape = (len(verification.rows), draft_token_ids.shape[1])
+        return RoundDownload(
             list(draft.num_tokens),
             list(draft.num_tokens.values()),
-            pack_round(verified, draft.output.token_ids),
+            pack_round(verified, draft_token_ids),
             shape,
             self._downloads.next(num_round_bytes(*shape)),
             draft.times,
             self._not_finite,
             others,
         )
-        self._verified(step, verification, verified)
-        return download
 
-    def _verified(self, step: StepInput, verification: Verification, verified: VerifiedRound) -> None:
+    def _verified(self, step: StepInput, verification: Verification, followers: Followers) -> None:
         """A step with drafts has been started, and its tokens are recorded."""
 
     def _run_drafted(self, step: StepInput, draft: Draft, verification: Verification) -> Tensor:

@@ -79,6 +79,15 @@ def test_a_run_shows_figures_roofline_and_table(services: FakeServices) -> None:
         assert said in text
 
 
+def test_a_read_limit_that_was_measured_again_is_the_one_shown(services: FakeServices) -> None:
+    faster = bench_result("silu_and_mul", p50_us=4.9, read_limit_gb_per_s=3100.0, share_of_limit=15e6 / 4.9e-6 / 3.1e12)
+    add_kernel_run(services, [bench_result("rms_norm"), faster], experiments=["bench"])
+    app = page("kernels", run="1")
+    assert app.metric[0].value == "3,100 GB/s"
+    (roofline,) = app.get("vega_lite_chart")
+    assert "The line: 3,100 GB/s read" in roofline.proto.spec
+
+
 def test_interpreted_checks_say_so(services: FakeServices) -> None:
     add_kernel_run(
         services, [check_result("rms_norm", interpreted=True), bench_result("rms_norm", implementation="reference")]

@@ -93,7 +93,8 @@ def test_the_engine_of_the_run_page_is_offered_too(services: FakeServices):
     host.load_error = ModelError("model.safetensors is truncated")
     app = page()
     app.selectbox(key=widgets.key_of("model.name")).set_value("dummy:tiny")
-    app.number_input(key=widgets.key_of("scheduler.max_num_seqs")).set_value(2).run()
+    app.number_input(key=widgets.key_of("scheduler.max_num_seqs")).set_value(2)
+    app.selectbox(key=widgets.key_of("speculative.method")).set_value("ngram").run()
     app.switch_page("app_pages/playground.py").run()
     app.button(key="playground-load-1").click().run()
     until(lambda: not playground_of(services).is_loading)
@@ -102,8 +103,11 @@ def test_the_engine_of_the_run_page_is_offered_too(services: FakeServices):
     host.load_error = None
     app.button(key="playground-load-1").click().run()
     until(lambda: host.loaded)
-    asked = {"model.name": "dummy:tiny", "scheduler.max_num_seqs": 2}
+    asked = {"model.name": "dummy:tiny", "scheduler.max_num_seqs": 2, "speculative.method": "ngram"}
     assert host.loaded == [EngineConfig().with_overrides(asked)]
+    until(lambda: not playground_of(services).is_loading)
+    app.run()
+    assert "context 40 tokens, ngram drafts" in words(app)
     services.queue.close()
 
 

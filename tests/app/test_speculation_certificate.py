@@ -13,7 +13,7 @@ from app.services import Services
 from backend.config import EngineConfig
 from backend.experiments.certificate import CHUNK_KIND, Verdict, certify
 from backend.experiments.certificate_config import CertificateConfig
-from backend.metrics.stats import RunEnd
+from backend.metrics.stats import Phase, RunEnd
 from db.recorder import RunRecorder
 from tests.app.pages import page, press, tick, words
 from tests.app.speculation_runs import NGRAM, add_plain_run, add_speculation_run
@@ -112,6 +112,18 @@ def test_an_address_that_names_a_certificate_leads_to_it(services: FakeServices,
     press(app, "Compare")
     assert subheaders(app) == [f"Certificate #{older}"]
     assert not app.warning
+
+
+def test_a_certificate_that_another_process_makes_says_how_far_it_is(services: FakeServices) -> None:
+    config = CertificateConfig(model="dummy:tiny", engine=EngineConfig().with_overrides(NGRAM))
+    run_id = services.repository.create(config.to_dict(), {}, kind="certificate")
+    recorder = RunRecorder(services.database, run_id)
+    recorder.on_phase(Phase("plain decoding"))
+    recorder.close()
+    app = page("speculation", view="Certificate")
+    assert subheaders(app) == [f"Certificate #{run_id}"]
+    assert "plain decoding (process " in words(app)
+    assert "Its verdict is here when it ends" in words(app)
 
 
 def test_a_certificate_that_is_gone_is_said(services: FakeServices) -> None:

@@ -1,4 +1,4 @@
-"""A `PagedMachine` that drafts: any number of tokens it is granted, of which any number are right."""
+"""A `PagedMachine` that drafts: any number of tokens it is granted, of which any number are right; chains or trees."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from backend.core.output import DraftRounds, ModelRunnerOutput, RequestOutput, SchedulerOutput
+from backend.spec_decode.draft_tree import DEFAULT_TREES, DraftTree
 from tests.core.paged_machine import VOCAB, Lab, PagedMachine, _Known, hash_of
 
 
@@ -16,6 +17,7 @@ class SpeculativeMachine(PagedMachine):
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     num_right: int | None = None  # of each draft, which then has all tokens that are granted; None: as it comes
     num_window_tokens: int = 0  # of what is granted, behind the draft
+    tree: DraftTree | None = None  # of which as many nodes are drafted as are granted; None: chains are
     rounds: list[tuple[str, int, int]] = field(default_factory=list)  # request, drafted, accepted
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
@@ -28,6 +30,9 @@ class SpeculativeMachine(PagedMachine):
         rows = []
         for request_id, granted in (scheduled.num_draft_tokens or {}).items():
             assert scheduled.num_scheduled_tokens[request_id] == 1
+            if self.tree is not None:
+                rows.append(self._verify_tree(self.tree, request_id, granted, output))
+                continue
             row = self._verify(request_id, granted, output)
             rows += [row] if row else []
         if rows:
@@ -65,6 +70,34 @@ class SpeculativeMachine(PagedMachine):
         state.token_ids += emitted
         return (request_id, draft, num_accepted) if count else None
 
+    def _verify_tree(
+        self, tree: DraftTree, request_id: str, granted: int, output: ModelRunnerOutput
+    ) -> tuple[str, list[int], int]:
+        """Write the nodes side by side, move those of a path to the slots behind the text, and go on from what is read there."""
+        state, rng = self.known[request_id], self.rng
+        emitted = output.sampled_token_ids[request_id]
+        begin = len(state.token_ids) - 1
+        path, children = [], [child for child in tree.children[0] if child <= granted]
+        while children and rng.random() < 0.7:
+            path.append(rng.choice(children))
+            children = [child for child in tree.children[path[-1]] if child <= granted]
+        right: list[int] = []
+        for index in range(len(path) + 1):
+            right.append(self._next(state, begin, right))
+            if index < len(path):
+                self._write(state, begin + index, right[index])
+        for node in range(1, granted + 1):
+            self._write(state, begin + node - 1, right[path.index(node)] if node in path else VOCAB + node)
+        for group in range(len(self.windows)):
+            for index, node in enumerate(path):
+                moved = self.slots[self._slot(state, group, begin + node - 1)]
+                self.slots[self._slot(state, group, begin + index)] = moved
+        for index in range(len(path)):
+            emitted.append(self._next(state, begin, right[: index + 1]))
+        state.token_ids[begin:] = emitted
+        refused = [VOCAB + children[0]] if children else []
+        return request_id, [*right[: len(path)], *refused], len(path)
+
     def _next(self, state: _Known, begin: int, draft: list[int]) -> int:
         """The token behind a draft, from what the blocks hold."""
         end = begin + len(draft)
@@ -84,6 +117,7 @@ class SpeculativeLab(Lab):
     seed: int = 0
     num_right: int | None = None  # as in `SpeculativeMachine`
     lookahead: tuple[int, int] | None = None  # window and n-grams
+    tree: bool = False
 
     def __post_init__(self) -> None:
         self.overrides = {
@@ -96,6 +130,8 @@ class SpeculativeLab(Lab):
             names = ("lookahead_window", "lookahead_ngram")
             self.overrides |= {f"speculative.{name}": each for name, each in zip(names, self.lookahead, strict=True)}
             self.overrides["speculative.method"] = "lookahead"
+        if self.tree:
+            self.overrides |= {"speculative.method": "eagle", "speculative.tree": True}
         super().__post_init__()
         rng = random.Random(self.seed)
         self.machine: SpeculativeMachine = SpeculativeMachine(
@@ -103,6 +139,8 @@ class SpeculativeLab(Lab):
         )
         if self.lookahead:
             self.machine.num_window_tokens = self.lookahead[0] * (self.lookahead[1] - 1)
+        if self.tree:
+            self.machine.tree = DEFAULT_TREES["eagle"].cut(self.num_speculative_tokens)
 
     def complete(self) -> list[RequestOutput]:
         outputs = super().complete()

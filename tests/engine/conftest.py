@@ -2,12 +2,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from backend.engine.engine_host import EngineHost
 from tests.engine.integrity import MadeEngines
-from tests.helpers import make_tiny_llama
+from tests.helpers import dense_greedy, load_oracle, make_tiny_llama
+
+if TYPE_CHECKING:
+    from backend.spec_decode.heads.head_config import HeadKind
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,6 +32,38 @@ def engines_hold_together(made_engines: MadeEngines) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def few_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of few tokens, and what belongs to it: see `tests.engine.few_tokens`."""
+    from tests.engine.few_tokens import VOCAB_SIZE
+    from tests.engine.heads import make_few_tokens
+
+    return make_few_tokens(tmp_path_factory.mktemp("models") / "few-tokens", VOCAB_SIZE)
+
+
+@pytest.fixture(scope="session")
+def few_tokens_greedy(few_tokens: Path) -> dict[str, list[int]]:
+    """Its answers."""
+    from tests.engine.few_tokens import PROMPTS
+
+    oracle = load_oracle(few_tokens)
+    return {key: dense_greedy(oracle, prompt, 24) for key, prompt in PROMPTS.items()}
+
+
+@pytest.fixture(scope="session")
+def few_tokens_heads(tmp_path_factory: pytest.TempPathFactory, few_tokens: Path) -> dict[HeadKind, Path]:
+    """Heads that have learnt it."""
+    from backend.models.sources import resolve_source
+    from backend.spec_decode.heads.target import DenseTarget
+    from tests.engine.few_tokens import VOCAB_SIZE, VOCABULARY
+    from tests.engine.heads import KINDS, trained_head
+    from tests.spec_decode.tiny_heads import CPU, greedy_conversations
+
+    folder, target = tmp_path_factory.mktemp("heads"), DenseTarget.load(resolve_source(str(few_tokens)), CPU)
+    conversations = greedy_conversations(few_tokens, VOCAB_SIZE, 64)
+    return {kind: trained_head(folder / kind, kind, few_tokens, target, conversations, VOCABULARY) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,11 +15,16 @@ from backend.config import EngineConfig
 from backend.engine.engine_host import EngineHost
 from backend.metrics.speculation_ledger import Round, read_rounds
 from backend.models.sources import resolve_source
+from backend.spec_decode.draft_tree import DraftTree
 from backend.spec_decode.heads.acceptance import Drafter
 from backend.spec_decode.heads.head_config import HeadConfig, HeadKind
 from backend.spec_decode.heads.head_file import load_head, save_head
 from backend.spec_decode.heads.target import DenseTarget, target_fingerprint
+from backend.spec_decode.heads.training import HeadTrainer, TrainingSettings, new_head
+from backend.spec_decode.heads.training_data import Conversation
 from backend.spec_decode.heads.unroll import DraftHead
+from backend.spec_decode.proposer import DraftOutput, DraftRequest
+from backend.spec_decode.tree_proposers import EagleTreeProposer
 from tests.engine.driving import Answer, answers, config_of
 from tests.engine.test_engine_host import StepSink
 from tests.spec_decode.tiny_heads import (
@@ -33,6 +39,7 @@ from tests.spec_decode.tiny_heads import (
 
 KINDS: tuple[HeadKind, ...] = ("eagle", "medusa")
 NUM_HEADS = 4  # of a Medusa
+TRAINING = TrainingSettings(num_steps=24, num_unrolled=2, batch_tokens=512, learning_rate=4e-3, seed=0)
 
 
 def random_head(kind: HeadKind, target: DenseTarget, feature_layers: Sequence[int] = FEATURE_LAYERS) -> DraftHead:
@@ -68,8 +75,28 @@ def save(
     return folder
 
 
+def trained_head(
+    folder: Path,
+    kind: HeadKind,
+    model: Path,
+    target: DenseTarget,
+    conversations: Sequence[Conversation],
+    vocabulary: Tensor,
+) -> Path:
+    """The folder of a head that has learnt for a moment."""
+    layers = FEATURE_LAYERS if kind == "eagle" else ()
+    trainer = HeadTrainer(new_head(random_head(kind, target), target, 0), target, layers, vocabulary, TRAINING)
+    assert trainer.train(conversations)
+    return save(folder, trainer.head, kind, model, vocabulary)
+
+
 def heading(model: Path, kind: str, head: Path, **overrides: Any) -> EngineConfig:
     return config_of(model, speculative__method=kind, speculative__model=str(head), **overrides)
+
+
+def growing(model: Path, kind: str, head: Path, **overrides: Any) -> EngineConfig:
+    """As `heading`, with trees."""
+    return heading(model, kind, head, speculative__tree=True, **overrides)
 
 
 def load_drafter(head: Path, model: Path) -> Drafter:
@@ -77,6 +104,24 @@ def load_drafter(head: Path, model: Path) -> Drafter:
     target = DenseTarget.load(source, CPU)
     loaded = load_head(head, target.config, target_fingerprint(source), dtype=torch.float32, device=CPU)
     return Drafter.of(loaded.head, target, loaded.config.feature_layers, loaded.draft_token_ids)
+
+
+def plant_paths(
+    monkeypatch: pytest.MonkeyPatch, tree: DraftTree, texts: Mapping[str, Sequence[int]], ends: Sequence[int]
+) -> None:
+    """Random EAGLE heads guess nothing: on the path to one of these nodes, in turn, the texts' own tokens stand for it."""
+    propose = EagleTreeProposer.propose
+
+    def planted(self: EagleTreeProposer, requests: Sequence[DraftRequest]) -> DraftOutput:
+        output = propose(self, requests)
+        for row, it in enumerate(requests):
+            end = ends[it.num_tokens % len(ends)]
+            path = [node for node in range(1, len(tree)) if tree.masks[end] >> node & 1]
+            for node, token_id in zip(path, texts[it.request_id][it.num_tokens :], strict=False):
+                output.token_ids[row, node - 1] = token_id
+        return output
+
+    monkeypatch.setattr(EagleTreeProposer, "propose", planted)
 
 
 class _Rounds(StepSink):

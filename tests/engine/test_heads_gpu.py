@@ -11,6 +11,7 @@ import torch
 
 from backend.engine.engine_host import EngineHost
 from backend.models.sources import resolve_source
+from backend.spec_decode.draft_tree import DEFAULT_TREES
 from backend.spec_decode.heads.head_config import HeadKind
 from backend.spec_decode.heads.target import DenseTarget
 from tests.engine.driving import answers, config_of, tokens
@@ -21,6 +22,7 @@ from tests.engine.heads import (
     heading,
     load_drafter,
     num_drafted,
+    plant_paths,
     random_head,
     save,
 )
@@ -85,9 +87,48 @@ def test_tokens_are_those_of_plain_decoding_where_weights_or_cache_are_quantized
     assert tokens(gpu_host, prompts(), **GREEDY) == plain
 
 
+TREE_WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"kernels__enforce_eager": True, "cache__block_size": 8},
+    {"kernels__backend": "reference"},
+    {"cache__dtype": "int8"},
+    {"model__dtype": "bfloat16"},
+)
+
+
+@pytest.mark.parametrize("overrides", TREE_WAYS, ids=str)
+def test_trees_give_the_tokens_of_plain_decoding(
+    gpu_host: EngineHost,
+    tiny_llama: Path,
+    heads: dict[HeadKind, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: dict[str, Any],
+) -> None:
+    """In fp32; else sums of another order decide now and then. Branches lie between the tokens that are accepted."""
+    options = {**ON_CUDA, **overrides}
+    gpu_host.load(config_of(tiny_llama, **options))
+    plain = tokens(gpu_host, prompts(), **GREEDY)
+    texts, tree = {key: [*prompt, *plain[key]] for key, prompt in prompts().items()}, DEFAULT_TREES["eagle"]
+    plant_paths(monkeypatch, tree, texts, (25, 8, 15, 3, 21))
+    info = gpu_host.load(heading(tiny_llama, "eagle", heads["eagle"], speculative__tree=True, **options))
+    has_graphs = not info.resolved_config.kernels.enforce_eager
+    assert any("without CUDA graphs" in notice for notice in info.notices) == has_graphs
+    for _ in range(2):
+        collected, rounds = answers_and_rounds(gpu_host, prompts(), **GREEDY)
+        same = [collected[key].token_ids == plain[key] for key in plain]
+        assert all(same) or ("model__dtype" in overrides and any(same))
+        assert max(it.num_accepted for it in rounds) == 5
+        assert sum(it.num_accepted for it in rounds) > 40
+        assert max(it.num_nodes or 0 for it in rounds) == tree.num_drafted
+
+
+@pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_draws_in_bfloat16(gpu_host: EngineHost, tiny_llama: Path, heads: dict[HeadKind, Path], kind: HeadKind) -> None:
-    gpu_host.load(heading(tiny_llama, kind, heads[kind], model__device="cuda", model__dtype="bfloat16"))
+def test_draws_in_bfloat16(
+    gpu_host: EngineHost, tiny_llama: Path, heads: dict[HeadKind, Path], kind: HeadKind, tree: bool
+) -> None:
+    options: dict[str, Any] = {"model__device": "cuda", "model__dtype": "bfloat16", "speculative__tree": tree}
+    gpu_host.load(heading(tiny_llama, kind, heads[kind], **options))
     collected = answers(gpu_host, prompts(), temperature=0.9, top_k=30, top_p=0.95, seed=1, **GREEDY)
     assert {answer.finish_reason for answer in collected.values()} == {"length"}
     assert all(answer.last.speculation and answer.last.speculation.num_draft_tokens for answer in collected.values())

@@ -17,8 +17,8 @@ from backend.errors import ConfigError, ModelError
 from backend.models.sources import resolve_source
 from backend.spec_decode.heads.head_config import HeadKind
 from backend.spec_decode.heads.target import DenseTarget
-from backend.spec_decode.heads.training import HeadTrainer, TrainingSettings, new_head
 from tests.engine.driving import answers, config_of, tokens
+from tests.engine.few_tokens import GREEDY, PROMPTS, VOCAB_SIZE, VOCABULARY
 from tests.engine.heads import (
     KINDS,
     NUM_HEADS,
@@ -31,23 +31,14 @@ from tests.engine.heads import (
     num_drafted,
     random_head,
     save,
+    trained_head,
 )
 from tests.engine.test_samples import samples, submit_samples
 from tests.engine.test_speculative_sampling import LENGTH, TEMPERATURE, TOP_K, chi_square, law_of, too_large
 from tests.engine.test_speculative_sampling import PROMPT as SAMPLED_PROMPT
 from tests.helpers import dense_greedy, load_oracle, make_tiny_llama, make_tiny_model
-from tests.spec_decode.tiny_heads import CPU, FEATURE_LAYERS, greedy_conversations, random_ids
+from tests.spec_decode.tiny_heads import CPU, greedy_conversations
 from tests.worker.recorded_graphs import recorded_graphs
-
-VOCAB_SIZE = 40
-VOCABULARY = torch.tensor([*range(9), *range(10, VOCAB_SIZE)])  # token 9 is never drafted
-# They begin differently: the entry at the end of a shared block would hold what came next in another prompt.
-PROMPTS = {
-    f"p{length}": [first, *random_ids(VOCAB_SIZE, length - 1, seed=length).tolist()]
-    for first, length in enumerate((1, 2, 15, 16, 17, 40, 100))
-}
-GREEDY: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
-TRAINING = TrainingSettings(num_steps=24, num_unrolled=2, batch_tokens=512, learning_rate=4e-3, seed=0)
 
 Heads = dict[tuple[HeadKind, str], Path]  # by kind, and "random" or "trained"
 
@@ -80,10 +71,8 @@ def heads(tmp_path_factory: pytest.TempPathFactory, model: Path, target: DenseTa
     for kind in KINDS:
         head = random_head(kind, target)
         found[kind, "random"] = save(folder / f"random-{kind}", head, kind, model, VOCABULARY)
-        layers = FEATURE_LAYERS if kind == "eagle" else ()
-        trainer = HeadTrainer(new_head(head, target, 0), target, layers, VOCABULARY, TRAINING)
-        assert trainer.train(conversations)
-        found[kind, "trained"] = save(folder / f"trained-{kind}", trainer.head, kind, model, VOCABULARY)
+        place = folder / f"trained-{kind}"
+        found[kind, "trained"] = trained_head(place, kind, model, target, conversations, VOCABULARY)
     return found
 
 

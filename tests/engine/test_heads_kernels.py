@@ -16,6 +16,7 @@ interpret_without_cuda()
 from backend.engine.engine_host import EngineHost  # noqa: E402
 from backend.layers.linear import Linear  # noqa: E402
 from backend.models.sources import resolve_source  # noqa: E402
+from backend.spec_decode.draft_tree import DraftTree  # noqa: E402
 from backend.spec_decode.heads.head_config import HeadKind  # noqa: E402
 from backend.spec_decode.heads.target import DenseTarget  # noqa: E402
 from tests.engine.heads import (  # noqa: E402
@@ -25,6 +26,7 @@ from tests.engine.heads import (  # noqa: E402
     heading,
     load_drafter,
     num_drafted,
+    plant_paths,
     random_head,
     save,
 )
@@ -36,6 +38,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROMPTS = {"one": [200], "longer": [*range(30, 39)]}
+TREE = DraftTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1]])
 ON_KERNELS: dict[str, Any] = {"kernels__backend": "triton", "kernels__enforce_eager": True, "cache__block_size": 2}
 
 
@@ -62,3 +65,19 @@ def test_tokens_are_the_dense_model_s_and_drafts_those_of_the_head_alone(
     assert {key: answer.token_ids for key, answer in collected.items()} == expected
     assert num_drafted(rounds) > 6
     check_drafts(load_drafter(head, model), PROMPTS, collected, rounds)
+
+
+def test_trees_on_kernels(host: EngineHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"hidden_size": 56, "intermediate_size": 40, "vocab_size": 272, "num_hidden_layers": 2}
+    model = make_tiny_llama(tmp_path / "model", **shape, num_attention_heads=14, num_key_value_heads=2, head_dim=20)
+    target = DenseTarget.load(resolve_source(str(model)), CPU)
+    head = save(tmp_path / "head", random_head("eagle", target, (1, 2)), "eagle", model, torch.arange(272), (1, 2))
+    oracle = load_oracle(model)
+    expected = {key: dense_greedy(oracle, prompt, 9) for key, prompt in PROMPTS.items()}
+    plant_paths(monkeypatch, TREE, {key: [*PROMPTS[key], *expected[key]] for key in PROMPTS}, [5])
+    monkeypatch.setattr("backend.speculative_settings.DEFAULT_TREES", {"eagle": TREE})
+    host.load(heading(model, "eagle", head, **ON_KERNELS, speculative__tree=True))
+    collected, rounds = answers_and_rounds(host, PROMPTS, max_tokens=9, ignore_eos=True)
+    assert {key: answer.token_ids for key, answer in collected.items()} == expected
+    assert max(it.num_accepted for it in rounds) == 2
+    assert sum(it.num_accepted for it in rounds) > 6

@@ -14,7 +14,7 @@ from backend.errors import DatabaseError
 from backend.metrics.speculation_ledger import MAX_STEPS, Round, SpeculationLedger, read_rounds
 
 
-def random_rounds(rng: random.Random, ids: list[str], k: int) -> DraftRounds:
+def random_rounds(rng: random.Random, ids: list[str], k: int, *, trees: bool = False) -> DraftRounds:
     counts = [rng.randint(1, k) for _ in ids]
     counts[0] = k
     draws = np.random.default_rng(rng.randrange(2**32))
@@ -27,6 +27,7 @@ def random_rounds(rng: random.Random, ids: list[str], k: int) -> DraftRounds:
         probs=draws.random((3, len(ids), k), dtype=np.float32),
         draft_ms=rng.random(),
         verify_ms=3 * rng.random(),
+        num_nodes=[rng.randint(1, 63) for _ in ids] if trees else None,
     )
 
 
@@ -51,6 +52,7 @@ def expected_of(step: int, rounds: DraftRounds, positions: dict[str, int], emitt
                 num_emitted=emitted[request_id],
                 draft_ms=float(np.float32(rounds.draft_ms)),
                 verify_ms=float(np.float32(rounds.verify_ms)),
+                num_nodes=rounds.num_nodes[row] if rounds.num_nodes else None,
             )
         )
     return found
@@ -62,7 +64,7 @@ def test_rounds_come_back_as_they_were() -> None:
     for index in range(MAX_STEPS + 30):
         step = 2 * index  # steps without a draft leave gaps
         ids = [f"é-{number}" for number in rng.sample(range(20), rng.randint(1, 6))]
-        rounds = random_rounds(rng, ids, k=rng.randint(1, 7))
+        rounds = random_rounds(rng, ids, k=rng.randint(1, 7), trees=rng.random() < 0.3)
         positions = {key: rng.randrange(1000) for key in ids if rng.random() < 0.9}
         emitted = {key: rng.randint(0, 8) for key in ids if rng.random() < 0.9}
         expected += expected_of(step, rounds, positions, emitted)
@@ -92,8 +94,19 @@ def test_a_step_whose_rounds_are_all_left_out_is_no_round() -> None:
 def test_a_later_format_is_named() -> None:
     raw = bytearray(zlib.decompress(chunk_bytes()))
     raw[4] = 9
-    with pytest.raises(DatabaseError, match="has format 9; this version of ServeLab reads format 1"):
+    with pytest.raises(DatabaseError, match="has format 9; this version of ServeLab reads formats 1 to 2"):
         read_rounds(zlib.compress(bytes(raw)))
+
+
+def test_the_format_before_trees_is_read() -> None:
+    """It has a column less, the last one of the rounds."""
+    raw = zlib.decompress(chunk_bytes())
+    num_rounds, num_drafts = struct.unpack_from("<II", raw, 9)
+    end = len(raw) - 10 * num_drafts
+    assert raw[end - num_rounds : end] == bytes(num_rounds)
+    old = raw[:4] + b"\x01" + raw[5 : end - num_rounds] + raw[end:]
+    assert read_rounds(zlib.compress(old)) == read_rounds(chunk_bytes())
+    assert num_rounds == 2
 
 
 def test_damage_anywhere_is_told_or_harmless() -> None:

@@ -110,3 +110,35 @@ def dense_chain(
         features = torch.cat((features, hidden[-1:]))
         tokens.append(int(vocabulary[(head.final_norm(hidden[-1:]) @ rows.t()).argmax()]))
     return tokens[num_known:]
+
+
+@torch.no_grad()
+def dense_ranking(
+    drafter: Drafter, states: TargetStates, token_ids: Sequence[int], num_known: int, drafts: Sequence[int], most: int
+) -> list[int]:
+    """The likeliest tokens, best first, behind the first so many tokens and a chain of drafts; all anew.
+
+    Args:
+        states: of `token_ids`.
+    """
+    head, target = drafter.head, drafter.target
+    tokens = [*token_ids[:num_known], *drafts]
+    if not isinstance(head, EagleHead):
+        following = F.embedding(torch.tensor(tokens[num_known - 1 : num_known]), target.embedding)
+        behind = head(head.fuse(states.last[0, num_known - 2, None], following))[0, len(drafts)]
+    else:
+        hidden = features = head.fuse(states.features[0, : num_known - 1])
+        for num_drafts in range(len(drafts) + 1):
+            positions = torch.arange(len(features))
+            hidden = head(
+                F.embedding(torch.tensor(tokens[1 : num_known + num_drafts]), target.embedding),
+                features,
+                positions,
+                target.model.cos_sin_cache,
+                target.no_cache,
+                dense_metadata(1, positions),
+                WindowAttention(len(features)),
+            )
+            features = torch.cat((features, hidden[-1:]))
+        behind = head.final_norm(hidden[-1])
+    return drafter.draft_token_ids[(drafter.draft_rows @ behind).topk(most).indices].tolist()

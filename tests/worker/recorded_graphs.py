@@ -97,6 +97,8 @@ class GraphAttention(ReferenceAttention):
     """Attention as a graph can hold it: over the whole width of the table, whatever the lengths are."""
 
     def forward(self, query: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata, scale: float) -> Tensor:
+        if metadata.tree_mask is not None:
+            return super().forward(query, layer_cache, metadata, scale)  # trees are in no graph
         num_tokens, num_heads = query.shape[:2]
         tokens = torch.arange(num_tokens)
         starts, seq_lens = metadata.query_start_loc.long(), metadata.seq_lens.long()

@@ -1,7 +1,8 @@
-"""How long the chains are that a target accepts of a head, found by running both over sequences that are known.
+"""How much a target accepts of a head's chains or trees, found by running both over sequences that are known.
 
 For greedy decoding this needs no drafting: a chain is accepted up to the first token that differs from the sequence's, and until
-there its inputs are the sequence's own tokens, which is what `unroll` gives it.
+there its inputs are the sequence's own tokens, which is what `unroll` gives it. So are those of the accepted path of a tree,
+which goes on as long as the sequence's token is among the first choices that the tree has there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from backend.spec_decode.draft_tree import DraftTree
 from backend.spec_decode.heads.target import DenseTarget, output_rows
 from backend.spec_decode.heads.unroll import DraftHead, unroll
 
@@ -32,7 +34,7 @@ class Round:
 
     Attributes:
         position: of the first token that it gives, in the sequence.
-        num_drafted: tokens drafted, those behind the sequence's end left out.
+        num_drafted: tokens drafted in a row, those behind the sequence's end left out.
         num_accepted: of them.
         num_tokens: that it gives: the accepted ones and the target's own, unless the sequence ends before.
     """
@@ -83,35 +85,43 @@ class Drafter:
 
 
 @torch.no_grad()
-def accepted_lengths(drafter: Drafter, token_ids: Tensor, num_steps: int) -> Tensor:
-    """How many tokens of each chain the sequence confirms.
+def accepted_lengths(drafter: Drafter, token_ids: Tensor, tree: DraftTree) -> Tensor:
+    """How many tokens of each draft the sequence confirms.
 
     Args:
         token_ids: int64 [num_sequences, length], padded at their end; what padding confirms means nothing.
+        tree: of each draft, perhaps a chain.
     Returns:
-        int64 [num_sequences, length]: of the chain that starts at each place (see `unroll`), 0 to `num_steps`.
+        int64 [num_sequences, length]: of the draft that starts at each place (see `unroll`), 0 to the tree's depth.
     """
     target, rows = drafter.target, drafter.draft_rows
     states = target.run(token_ids, drafter.feature_layers)
-    accepted = torch.zeros_like(token_ids)
+    accepted, node = torch.zeros_like(token_ids), torch.zeros_like(token_ids)
     alive = torch.ones_like(token_ids, dtype=torch.bool)
     places = torch.arange(token_ids.shape[1], device=token_ids.device)
-    for step, hidden in enumerate(unroll(drafter.head, target, states, token_ids, num_steps)):
+    first_child = torch.tensor([children.start for children in tree.children], device=token_ids.device)
+    num_children = torch.tensor([len(children) for children in tree.children], device=token_ids.device)
+    for step, hidden in enumerate(unroll(drafter.head, target, states, token_ids, tree.depth)):
         parts = hidden.flatten(0, 1).to(rows.dtype).split(_ROWS_AT_ONCE)
-        best = torch.cat([(part @ rows.t()).argmax(dim=-1) for part in parts])
-        drafted = drafter.draft_token_ids[best].view_as(token_ids)
+        width = max(len(tree.children[each]) for each in tree.levels[step])
+        best = torch.cat([(part @ rows.t()).topk(width).indices for part in parts])
+        drafted = drafter.draft_token_ids[best].view(*token_ids.shape, width)
+        is_right = drafted == token_ids.roll(-(step + 2), dims=1)[..., None]
+        rank = is_right.int().argmax(dim=-1)  # 0 also where none is right
         is_there = places + step + 2 < token_ids.shape[1]
-        alive &= (drafted == token_ids.roll(-(step + 2), dims=1)) & is_there
+        alive &= is_right.any(dim=-1) & (rank < num_children[node]) & is_there
+        node = (first_child[node] + rank).where(alive, 0)
         accepted += alive
     return accepted
 
 
 def answer_rounds(
-    drafter: Drafter, sequences: Sequence[Answered], num_steps: int, batch_tokens: int
+    drafter: Drafter, sequences: Sequence[Answered], tree: DraftTree, batch_tokens: int
 ) -> list[list[Round]]:
     """The rounds that decoding each sequence's answers would have taken, sequences of similar length side by side.
 
     Args:
+        tree: of each draft, perhaps a chain.
         batch_tokens: of sequences that are run at once, padding included.
     """
     rounds: list[list[Round]] = [[] for _ in sequences]
@@ -124,10 +134,10 @@ def answer_rounds(
         for row, index in enumerate(chosen):
             ids = sequences[index].token_ids
             token_ids[row, : len(ids)] = torch.as_tensor(ids)
-        accepted = accepted_lengths(drafter, token_ids.to(drafter.target.device), num_steps).tolist()
+        accepted = accepted_lengths(drafter, token_ids.to(drafter.target.device), tree).tolist()
         for row, index in enumerate(chosen):
             for first, end in sequences[index].answers:
-                rounds[index] += simulate_rounds(accepted[row], first, end, num_steps)
+                rounds[index] += simulate_rounds(accepted[row], first, end, tree.depth)
     return rounds
 
 

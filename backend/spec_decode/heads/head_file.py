@@ -111,6 +111,8 @@ def load_head(
             raise ModelError(
                 f"{path}: {name} has shape {list(tensors[name].shape)}, and the target asks for {list(parameter.shape)}"
             )
+        if not tensors[name].isfinite().all():
+            raise ModelError(f"{path}: {name} has values that are NaN or infinite; train the head anew")
         parameter.data.copy_(tensors[name])
     num_parameters = sum(tensor.numel() for tensor in tensors.values())
     for module in head.modules():

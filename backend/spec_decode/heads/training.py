@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from backend.errors import ModelError
+from backend.spec_decode.draft_tree import DraftTree
 from backend.spec_decode.heads.acceptance import Acceptance, Answered, Drafter, answer_rounds, summarize
 from backend.spec_decode.heads.eagle import EagleHead
 from backend.spec_decode.heads.objective import draft_targets, soft_cross_entropy
@@ -176,7 +177,7 @@ class HeadTrainer:
         ][:_HELD_OUT_AT_MOST]
         num_steps = min(_SHOWN_STEPS, self.settings.num_unrolled)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.target.device.type == "cuda"):
-            rounds = answer_rounds(self._drafter, greedy, num_steps, self.settings.batch_tokens)
+            rounds = answer_rounds(self._drafter, greedy, DraftTree.chain(num_steps), self.settings.batch_tokens)
         return summarize([each for of_one in rounds for each in of_one], num_steps)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
