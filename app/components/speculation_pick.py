@@ -77,8 +77,8 @@ def method_of(run: Run) -> str | None:
 
 
 def method_text(run: Run) -> str:
-    """ "ngram, k = 5", "draft_model smollm2-135m, k = 3", "lookahead 14 × 5, k = 5", "synthetic at 0.7, k = 5, always", or
-    "without speculation".
+    """ "ngram, k = 5", "draft_model smollm2-135m, k = 3", "lookahead 14 × 5, k = 5", "synthetic at 0.7, k = 5, always",
+    "eagle, trees, depth 5", or "without speculation".
     """
     method, settings = method_of(run), settings_of(run)
     if method is None:
@@ -89,7 +89,8 @@ def method_text(run: Run) -> str:
     if method == "lookahead":
         name = f"{name} {settings.get('lookahead_window')} × {settings.get('lookahead_ngram')}"
     always = ", always" if settings.get("adaptive") is False else ""
-    return f"{name}, k = {settings.get('num_speculative_tokens')}{always}"
+    drafts = "trees, depth" if settings.get("tree") else "k ="
+    return f"{name}, {drafts} {settings.get('num_speculative_tokens')}{always}"
 
 
 def run_name(run: Run) -> str:

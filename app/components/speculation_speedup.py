@@ -57,6 +57,9 @@ def show(services: Services, source: Source) -> None:
     if warning := _warning(services, source, plain):
         st.warning(notes.plain(warning), icon=":material/warning:")
     _time_of_a_round(found)
+    if settings_of(run).get("tree"):
+        st.caption("Which number of drafted tokens would have been best is worked out for chains, and not for trees.")
+        return
     configured = settings_of(run).get("num_speculative_tokens")
     picture = speculation_charts.by_length(found.each, configured if isinstance(configured, int) else 0)
     st.vega_lite_chart(*picture, key="speculation-by-length")
@@ -94,6 +97,8 @@ def sentences(run: Run, plain: Run, found: MeasuredSpeedup) -> list[str]:
             "For scheduling, text and records, besides the model, a step with rounds takes "
             f"{formatting.quantity(times.other_ms, 'ms')} and a plain one {formatting.quantity(times.plain_other_ms, 'ms')}."
         )
+    if settings_of(run).get("tree"):
+        return said
     best, configured = found.best, settings_of(run).get("num_speculative_tokens")
     if best.num_speculative_tokens == 0:
         said.append("Best would have been no speculation: every number of drafted tokens costs more than it brings.")

@@ -106,7 +106,7 @@ def _run(services: Services, run: Run | None, *, goes_on: bool) -> None:
 
 
 def _headline(source: Source) -> None:
-    rounds = source.measured
+    rounds, settings = source.measured, settings_of(source.run)
     num_drafted, num_accepted = int(rounds.num_drafted.sum()), int(rounds.num_delivered.sum())
     num_rounds = len(rounds.step)
     steps, first = np.unique(rounds.step, return_index=True)
@@ -144,7 +144,7 @@ def _headline(source: Source) -> None:
             "Verify",
             formatting.quantity(verify_ms, "ms"),
             "Mean time of the model over such a step, sampling and accept test included.",
-            f"of {settings_of(source.run).get('num_speculative_tokens')} + 1 tokens",
+            "of whole trees" if settings.get("tree") else f"of {settings.get('num_speculative_tokens')} + 1 tokens",
         )
 
 

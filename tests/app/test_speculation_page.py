@@ -244,6 +244,20 @@ def test_speedup_is_predicted_from_the_rounds_and_measured_beside_a_plain_run(se
     assert not app.warning
 
 
+def test_of_trees_no_number_of_drafted_tokens_is_called_the_best(services: FakeServices) -> None:
+    add_plain_run(services)
+    trees = {"speculative.method": "eagle", "speculative.tree": True, "speculative.num_speculative_tokens": 3}
+    run_id, _ = add_speculation_run(services, NGRAM | trees)
+    app = page("speculation", run=str(run_id), view="Speedup")
+    said = words(app)
+    assert "Measured: ×" in said
+    assert "worked out for chains, and not for trees" in said
+    assert "Best would have been" not in said
+    deltas = [metric.delta for metric in page("speculation", run=str(run_id)).metric]
+    assert "eagle, trees, depth 3" in deltas
+    assert "of whole trees" in deltas
+
+
 def test_what_else_differs_is_said(services: FakeServices) -> None:
     plain_id, _ = add_plain_run(services, PLAIN | {"cache.block_size": 32})
     run_id, _ = add_speculation_run(services, lengths=(30, 12, 60))
