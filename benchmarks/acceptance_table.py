@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import stored
 from benchmarks.grid import NONE, markdown_lines
 
 # Tokens of a round over all categories, at least, by a head's kind: for chains, and for trees.
@@ -17,8 +17,7 @@ Result = Mapping[str, Any]
 
 
 def load_results(folder: Path) -> list[Result]:
-    documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    return [document for document in documents if document.get("benchmark") == "speculation_acceptance"]
+    return stored.load_results("speculation_acceptance", folder)
 
 
 def markdown(results: Iterable[Result]) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from backend.experiments.quantization_config import REFERENCE, variant_name
+from benchmarks import stored
 from benchmarks.grid import markdown_lines, text_lines
 
 BEGIN, END = "<!-- quantized quality: begin -->", "<!-- quantized quality: end -->"
@@ -17,8 +17,7 @@ Result = Mapping[str, Any]
 
 
 def load_results(folder: Path) -> list[Result]:
-    documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    return [document for document in documents if document.get("benchmark") == "quantized_quality"]
+    return stored.load_results("quantized_quality", folder)
 
 
 def markdown(results: Iterable[Result]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from backend.experiments.quantization_config import REFERENCE, variant_name
-from benchmarks import aims
+from benchmarks import aims, stored
 from benchmarks.grid import NONE, markdown_lines, text_lines
 from benchmarks.heading import machine_line
 
@@ -16,8 +15,7 @@ Result = Mapping[str, Any]
 
 
 def load_results(folder: Path) -> list[Result]:
-    documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    return [document for document in documents if document.get("benchmark") == "quantized_gpu"]
+    return stored.load_results("quantized_gpu", folder)
 
 
 def markdown(results: Iterable[Result]) -> str:

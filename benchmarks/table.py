@@ -5,12 +5,11 @@ python -m benchmarks.table     # writes the tables of README.md anew from benchm
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import acceptance_table, aims, quality_table, quantized_table, speculation_table
+from benchmarks import acceptance_table, aims, quality_table, quantized_table, speculation_table, stored
 from benchmarks.figures import peer_share
 from benchmarks.grid import markdown_lines, text_lines
 from benchmarks.heading import machine_line
@@ -27,8 +26,7 @@ Result = Mapping[str, Any]
 
 def load_results(folder: Path = RESULTS) -> list[Result]:
     """The stored results of the engine's benchmark, by file name."""
-    documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    return [document for document in documents if document.get("benchmark") == "engine"]
+    return stored.load_results("engine", folder)
 
 
 def markdown(results: Iterable[Result]) -> str:
