@@ -100,7 +100,7 @@ class RejectionSampler:
         if sampling is None or not sampling.samples:
             is_accepted = drafted[:, :, 0] == best[:, :k]
             accept_probs = is_accepted.float()
-            num_accepted = _count(is_accepted & is_finite[:, :k] & is_drafted)
+            num_accepted = count_accepted(is_accepted & is_finite[:, :k] & is_drafted)
             last = best.gather(1, num_accepted[:, None])[:, 0]
         else:
             rows = (sampling.temperature, sampling.top_k, sampling.top_p)
@@ -110,17 +110,15 @@ class RejectionSampler:
             sampled = weights[:, :k].gather(-1, drafted)[:, :, 0] / sums
             is_accepted = sampling.accept_draws * q < sampled.double()
             accept_probs = torch.where(q > 0, (sampled / q).clamp(max=1), (sampled > 0).float())
-            num_accepted = _count(is_accepted & is_finite[:, :k] & is_drafted)
+            num_accepted = count_accepted(is_accepted & is_finite[:, :k] & is_drafted)
             is_greedy = (sampling.temperature < GREEDY_TEMPERATURE)[:, None]
             p = p.where(is_greedy, sampled)
             last = self._draw_last(
                 logits, weights, drafted[:, :, 0], num_draft_tokens, num_accepted, draft_probs, sampling
             )
 
-        token_ids = torch.nn.functional.pad(draft_token_ids, (0, 1))
-        token_ids = token_ids.where(columns < num_accepted[:, None], last[:, None])
         return VerifiedRound(
-            token_ids=token_ids.where(columns <= num_accepted[:, None], NO_TOKEN),
+            token_ids=round_tokens(draft_token_ids, num_accepted, last, columns),
             num_accepted=num_accepted,
             target_probs=p.where(is_drafted, 0),
             draft_probs=q.where(is_drafted, 0),
@@ -171,7 +169,17 @@ def residual(target: Tensor, draft: Tensor) -> Tensor:
     return weights.where((weights > 0).any(dim=-1, keepdim=True), target)
 
 
-def _count(is_accepted: Tensor) -> Tensor:
+def round_tokens(draft_token_ids: Tensor, num_accepted: Tensor, last: Tensor, columns: Tensor) -> Tensor:
+    """A round's tokens, int64 [num_rows, k + 1]: the accepted ones of int64 [num_rows, k], then the last, then `NO_TOKEN`.
+
+    Args:
+        columns: int64 [k + 1], counting up from 0.
+    """
+    token_ids = torch.nn.functional.pad(draft_token_ids, (0, 1)).where(columns < num_accepted[:, None], last[:, None])
+    return token_ids.where(columns <= num_accepted[:, None], NO_TOKEN)
+
+
+def count_accepted(is_accepted: Tensor) -> Tensor:
     """How many columns, from the first on, hold."""
     return is_accepted.long().cumprod(dim=-1).sum(dim=-1)
 

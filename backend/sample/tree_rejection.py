@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from backend.sample.node_law import NodeLaw, of_node
-from backend.sample.rejection_sampler import NO_TOKEN
+from backend.sample.rejection_sampler import round_tokens
 from backend.sample.sampler import SamplerOps
 from backend.sample.speculative_sampling import SpeculativeSampling
 from backend.spec_decode.draft_tree import DraftTree
@@ -139,11 +139,9 @@ class TreeRejectionSampler:
         num_accepted = (accepted_nodes != NO_NODE).sum(dim=1)
         last = law.last_token(node, num_accepted, self._ops)
         columns = torch.arange(self._depth + 1, device=logits.device)
-        token_ids = torch.nn.functional.pad(tokens.gather(1, accepted_nodes.clamp(min=0)), (0, 1))
-        token_ids = token_ids.where(columns < num_accepted[:, None], last[:, None])
         visited = torch.cat((torch.zeros_like(node)[:, None], accepted_nodes.clamp(min=0)), dim=1)
         return VerifiedTree(
-            token_ids=token_ids.where(columns <= num_accepted[:, None], NO_TOKEN),
+            token_ids=round_tokens(tokens.gather(1, accepted_nodes.clamp(min=0)), num_accepted, last, columns),
             num_accepted=num_accepted,
             accepted_nodes=accepted_nodes,
             last_nodes=node,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backend.sample.metadata import copy_to
 from backend.sample.random import Purpose, uniform
-from backend.sample.rejection_sampler import NO_TOKEN, RejectionSampler, VerifiedRound
+from backend.sample.rejection_sampler import RejectionSampler, VerifiedRound, count_accepted, round_tokens
 from backend.sample.sampler import SamplerOps
 from backend.sample.speculative_sampling import SpeculativeSampling
 from backend.spec_decode.proposer import DraftOutput, DraftRequest
@@ -74,12 +74,11 @@ class SyntheticSampler(RejectionSampler):
         verified = super().__call__(target_logits, draft_token_ids, num_draft_tokens, draft_probs, sampling)
         columns = torch.arange(target_logits.shape[1], device=target_logits.device)
         is_drafted = columns[:-1] < num_draft_tokens[:, None]
-        num_accepted = ((draft_token_ids % 2 == 0) & is_drafted).long().cumprod(dim=-1).sum(dim=-1)
-        last = verified.token_ids.gather(1, verified.num_accepted[:, None])
-        token_ids = torch.nn.functional.pad(draft_token_ids, (0, 1)).where(columns < num_accepted[:, None], last)
+        num_accepted = count_accepted((draft_token_ids % 2 == 0) & is_drafted)
+        last = verified.token_ids.gather(1, verified.num_accepted[:, None])[:, 0]
         return replace(
             verified,
-            token_ids=token_ids.where(columns <= num_accepted[:, None], NO_TOKEN),
+            token_ids=round_tokens(draft_token_ids, num_accepted, last, columns),
             num_accepted=num_accepted,
             accept_probs=is_drafted * torch.full_like(verified.accept_probs, self._acceptance),
         )
