@@ -20,6 +20,7 @@ from kernels.reference.int_words import CHUNK
 BITS = (4, 8)
 MIN_GROUP = 32  # columns
 MAX_FEW_TOKENS = 16  # that `project_codes` takes at once
+MAX_REGISTER_TOKENS = 32  # that `project_in_registers` does
 # Of 16 rows' words by a warp, so many that its registers hold: a share that is no longer is asked for all at once.
 MAX_LOADS = 8
 CHUNKS_AHEAD = 2  # of a longer share
@@ -128,8 +129,9 @@ def default_int_tiles(num_tokens: int, num_rows: int, num_columns: int) -> Tiles
         else:
             block_n, shares = 32, 4 if num_rows > 4096 else 8
         return Tiles(block_m, block_n, CHUNK, min(shares, triton.next_power_of_2(num_chunks)), 1)
-    block_m = min(64, triton.next_power_of_2(num_tokens))
-    return Tiles(block_m, 128 if num_rows >= 16384 else 64, CHUNK, 4, 3)
+    if num_tokens <= MAX_REGISTER_TOKENS:
+        return Tiles(32, 128, CHUNK, 8, 1)
+    return Tiles(64, 128 if num_rows >= 16384 else 64, CHUNK, 4, 3)
 
 
 class FusedLaunch(NamedTuple):

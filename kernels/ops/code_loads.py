@@ -14,6 +14,30 @@ def tile_row(index, first_row, second_row, num_rows, HALF: tl.constexpr):
 
 
 @triton.jit
+def chunk_ptrs(
+    words_ptr,
+    scales_ptr,
+    origins_ptr,
+    row,
+    stride_words_row,
+    stride_scales_row,
+    stride_origins_row,
+    ORIGIN: tl.constexpr,
+    SHARES: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Of weight rows, int64 [1, g, share or 1, tile, r], what `load_chunk` takes: pointers to words, scales and origins."""
+    row = row[:, :, :, :, :, None]
+    word = tl.arange(0, 4)[:, None, None, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, None, None, :]
+    word_ptrs = words_ptr + row * stride_words_row + word
+    scale_ptrs = tl.broadcast_to(scales_ptr + row * stride_scales_row, [4, 8, SHARES, TILES, 2, 1])
+    origin_ptrs = scale_ptrs
+    if ORIGIN != "none":
+        origin_ptrs = tl.broadcast_to(origins_ptr + row * stride_origins_row, [4, 8, SHARES, TILES, 2, 1])
+    return word_ptrs, scale_ptrs, origin_ptrs
+
+
+@triton.jit
 def load_chunk(
     word_ptrs,
     scale_ptrs,

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.ops.code_loads import load_chunk, load_x, tile_row
+from kernels.ops.code_loads import chunk_ptrs, load_chunk, load_x, tile_row
 from kernels.ops.int_codes import chunk_part, code_bias, ones_magic
 
 
@@ -156,6 +156,9 @@ def project_codes(
     HALF: tl.constexpr = BLOCK_N // 2
     COLUMNS: tl.constexpr = 8 if BLOCK_M == 1 else BLOCK_M  # pyright: ignore[reportAssignmentType]
     PARTS: tl.constexpr = 1 if GROUP % 128 == 0 else 2 if GROUP % 64 == 0 else 4  # pyright: ignore[reportAssignmentType]
+    # Of a long share, chunks of x that are under way. Measured on an H200 with 16 tokens: where there are 8 shares, a second
+    # one saves 16 % of the time; where there are 2, with registers full of the weight, it costs 29 %.
+    X_AHEAD: tl.constexpr = 2 if SHARES >= 8 else 1  # pyright: ignore[reportAssignmentType]
     share = tl.arange(0, SHARES)
     steps = (num_chunks + SHARES - 1) // SHARES
     first_chunk = share * steps
@@ -168,8 +171,18 @@ def project_codes(
     index = tile[None, None, None, :, None] * 16 + two[None, None, None, None, :] * 8 + g[None, :, None, None, None]
     # [t, g, share, tile, r]
     row = tile_row(index, first_row, second_row, num_rows, HALF).to(tl.int64)
-    word = t[:, None, None, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, None, None, :]
-    word_ptrs = words_ptr + (row * stride_words_row)[:, :, :, :, :, None] + word
+    word_ptrs, scale_ptrs, origin_ptrs = chunk_ptrs(
+        words_ptr,
+        scales_ptr,
+        origins_ptr,
+        row,
+        stride_words_row,
+        stride_scales_row,
+        stride_origins_row,
+        ORIGIN,
+        SHARES,
+        TILES,
+    )
 
     # [t, token, share, token tile, place, 8 columns]
     token = first_token + g[None, :, None, None, None, None]
@@ -180,11 +193,6 @@ def project_codes(
     x_token = first_token + token * 0 if BLOCK_M == 1 else token
     x_ptrs = x_ptr + x_token.to(tl.int64) * stride_x_token + column
     x_mask = x_token < num_tokens
-    number_row = row[:, :, :, :, :, None]
-    scale_ptrs = tl.broadcast_to(scales_ptr + number_row * stride_scales_row, [4, 8, SHARES, TILES, 2, 1])
-    origin_ptrs = scale_ptrs
-    if ORIGIN != "none":
-        origin_ptrs = tl.broadcast_to(origins_ptr + number_row * stride_origins_row, [4, 8, SHARES, TILES, 2, 1])
 
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     total = tl.zeros([SHARES, BLOCK_N, COLUMNS], dtype=tl.float32)
@@ -216,7 +224,10 @@ def project_codes(
             xs = load_x(x_ptrs, x_mask, column, num_columns, first_chunk, turn, end_chunk, PARTS, EVEN, BLOCK_M == 1)
             total = _multiply(total, loaded[turn], xs, magic, BITS, ORIGIN, PARTS, SHARES, BLOCK_N, COLUMNS, DTYPE)
     else:
-        xs = load_x(x_ptrs, x_mask, column, num_columns, first_chunk, 0, end_chunk, PARTS, EVEN, BLOCK_M == 1)
+        xs = ()
+        for early in tl.static_range(X_AHEAD):  # pyright: ignore[reportGeneralTypeIssues]
+            x = load_x(x_ptrs, x_mask, column, num_columns, first_chunk, early, end_chunk, PARTS, EVEN, BLOCK_M == 1)
+            xs += (x,)
         for step in range(0, steps, AHEAD):
             for turn in tl.static_range(AHEAD):  # pyright: ignore[reportGeneralTypeIssues]
                 now = step + turn
@@ -238,14 +249,25 @@ def project_codes(
                     SHARES,
                     TILES,
                 )
-                next_xs = load_x(
-                    x_ptrs, x_mask, column, num_columns, first_chunk, now + 1, end_chunk, PARTS, EVEN, BLOCK_M == 1
+                next_x = load_x(
+                    x_ptrs,
+                    x_mask,
+                    column,
+                    num_columns,
+                    first_chunk,
+                    now + X_AHEAD,
+                    end_chunk,
+                    PARTS,
+                    EVEN,
+                    BLOCK_M == 1,
                 )
                 chunk_now = loaded[0]  # pyright: ignore[reportGeneralTypeIssues]
-                total = _multiply(total, chunk_now, xs, magic, BITS, ORIGIN, PARTS, SHARES, BLOCK_N, COLUMNS, DTYPE)
+                x_now = xs[0]  # pyright: ignore[reportGeneralTypeIssues]
+                total = _multiply(total, chunk_now, x_now, magic, BITS, ORIGIN, PARTS, SHARES, BLOCK_N, COLUMNS, DTYPE)
                 loaded = loaded[1:]
                 loaded += (ahead,)
-                xs = next_xs
+                xs = xs[1:]
+                xs += (next_x,)
     sums = tl.sum(total, axis=0)
     if BLOCK_M == 1:
         sums = tl.sum(tl.where(tl.arange(0, COLUMNS)[None, :] == 0, sums, 0.0), axis=1)[:, None]

@@ -10,7 +10,14 @@ from torch.nn import functional as F
 
 from kernels.ops.arrivals import arrival_counters
 from kernels.ops.checks import check_tensor
-from kernels.ops.code_launch import MAGIC, MAX_FEW_TOKENS, code_arguments, default_int_tiles, few_tokens_options
+from kernels.ops.code_launch import (
+    MAGIC,
+    MAX_FEW_TOKENS,
+    MAX_REGISTER_TOKENS,
+    code_arguments,
+    default_int_tiles,
+    few_tokens_options,
+)
 from kernels.ops.code_matrix import dequantize_codes
 from kernels.ops.code_projection import project_codes
 from kernels.ops.code_tiles import many_tokens_kernel
@@ -140,11 +147,12 @@ def int_linear(
         output: where to write, x.dtype or float32 (for logits) [num_tokens, N], strides (any, 1); may be `residual`; a new
             tensor of x.dtype by default
         tiles: how to cut the product, by default chosen from the sizes. With block_m 1, 8 or 16 a warp takes a share of the
-            inputs, and block_n is a multiple of 16; with more, block_n is from 64
+            inputs, and block_n is a multiple of 16; with 32 it takes 16 rows, and block_n is a multiple of those of all
+            warps; with more, block_n is from 64
     Returns:
         `output`. Nothing else is mutated.
     Raises:
-        ValueError: a shape, dtype, device or stride is not as above.
+        ValueError: a shape, dtype, device or stride is not as above, or tiles of block_m 32 have too many warps.
     """
     code = code_arguments(x, words, bits, scales, zero_points, minimums)
     num_tokens, num_columns = x.shape
@@ -168,8 +176,8 @@ def int_linear(
     strides = (output.stride(0), x.stride(0), *code.strides, 0 if residual is None else residual.stride(0))
     options = code.options | {"BIAS": bias is not None, "RESIDUAL": residual is not None}
     grid = (triton.cdiv(code.num_rows, tiles.block_n), triton.cdiv(num_tokens, tiles.block_m))
+    pdl = supports_pdl(x.device)
     if tiles.block_m <= MAX_FEW_TOKENS:
-        pdl = supports_pdl(x.device)
         _few_tokens_kernel[grid](
             output,
             *tensors,
@@ -181,6 +189,11 @@ def int_linear(
             launch_pdl=pdl,  # pyright: ignore[reportCallIssue]  (a launch option, not the kernel's)
         )
         return output
+    in_registers = tiles.block_m <= MAX_REGISTER_TOKENS
+    if in_registers and tiles.block_n % (16 * tiles.num_warps):
+        raise ValueError(
+            f"tiles are {tiles}; with block_m {tiles.block_m} block_n is a multiple of 16 rows of {tiles.num_warps} warps"
+        )
     splits = _num_splits(grid[0] * grid[1], code.num_chunks)
     partial_shape = (grid[0] * grid[1] * splits, tiles.block_n, tiles.block_m) if splits > 1 else (0,)
     many_tokens_kernel[(*grid, splits)](
@@ -195,8 +208,12 @@ def int_linear(
         SPLITS=splits,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
+        WARPS=tiles.num_warps,
+        IN_REGISTERS=in_registers,
+        PDL=pdl,
         num_warps=tiles.num_warps,  # pyright: ignore[reportCallIssue]
         num_stages=tiles.num_stages,  # pyright: ignore[reportCallIssue]
+        launch_pdl=pdl,  # pyright: ignore[reportCallIssue]
     )
     return output
 

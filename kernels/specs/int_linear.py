@@ -15,6 +15,7 @@ _LARGE: dict[str, Any] = {"num_columns": 4096, "group_size": 128}
 SHAPES: dict[str, dict[str, Any]] = {
     "1 x 4096 to 28672, int4 g128": _LARGE | {"num_tokens": 1, "num_rows": 28672},
     "16 x 4096 to 28672, int4 g128": _LARGE | {"num_tokens": 16, "num_rows": 28672},
+    "32 x 4096 to 28672, int4 g128": _LARGE | {"num_tokens": 32, "num_rows": 28672},
     "64 x 4096 to 28672, int4 g128": _LARGE | {"num_tokens": 64, "num_rows": 28672},
     "1 x 14336 to 4096, int4 g128": _LARGE | {"num_tokens": 1, "num_columns": 14336, "num_rows": 4096},
     "1 x 4096 to 28672, int8": _LARGE | {"num_tokens": 1, "num_rows": 28672, "bits": 8, "group_size": 4096},

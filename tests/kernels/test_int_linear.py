@@ -19,7 +19,8 @@ OP = REGISTRY["int_linear"]
 ONE = Tiles(1, 16, 128, 2, 1)
 FEW = Tiles(8, 32, 128, 1, 1)
 MANY = Tiles(16, 16, 128, 4, 1)
-WIDE = Tiles(32, 64, 128, 4, 2)
+REGISTERS = Tiles(32, 128, 128, 4, 1)
+SHARED = Tiles(64, 64, 128, 4, 2)
 
 
 def naive(inputs: dict[str, Any]) -> Tensor:
@@ -52,7 +53,7 @@ STORED = (
     (8, 384, 192),
     (8, 96, 32),
 )  # bits, columns, group size
-BATCHES = ((1, ONE), (9, FEW), (11, MANY), (17, WIDE))
+BATCHES = ((1, ONE), (9, FEW), (11, MANY), (17, REGISTERS), (33, SHARED))
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,28 @@ def test_shares_that_all_have_the_same_full_chunks(
     torch.testing.assert_close(int_linear(**inputs, tiles=tiles).cpu().double(), naive(inputs), atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("num_columns", "even"), [(4096, True), (2400, False)])
+def test_long_shares_of_eight_warps(num_columns: int, even: bool, device: torch.device) -> None:
+    """More of x is under way in them; with 19 chunks of 128 columns one share has a single chunk, and one has none."""
+    tiles = Tiles(16, 64, 128, 8, 1)
+    options = few_tokens_options(num_columns, tiles, 8)
+    assert (options["SHARES"], options["ONCE"], options["EVEN"]) == (8, False, even)
+    sizes = {"num_columns": num_columns, "group_size": 32, "num_rows": 21, "num_tokens": 9}
+    inputs = OP.make_inputs(torch.float32, device, bits=8, **sizes)
+    torch.testing.assert_close(int_linear(**inputs, tiles=tiles).cpu().double(), naive(inputs), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("num_tokens", "tiles"), [(17, REGISTERS), (33, SHARED)], ids=str)
+@pytest.mark.parametrize(("num_columns", "group_size"), [(1120, 32), (4224, 128)])
+def test_sums_split_over_programs(
+    num_tokens: int, tiles: Tiles, num_columns: int, group_size: int, device: torch.device
+) -> None:
+    """Of 9 chunks two programs have 5 and 4; of 33, seven have 5 or 3 and an eighth has none."""
+    sizes = {"num_columns": num_columns, "group_size": group_size, "num_rows": 21, "num_tokens": num_tokens}
+    inputs = OP.make_inputs(torch.float32, device, origin="integer", **sizes)
+    torch.testing.assert_close(int_linear(**inputs, tiles=tiles).cpu().double(), naive(inputs), atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:])
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_what_stands_above_codes_leaves_nothing_behind(origin: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -115,7 +138,7 @@ def test_writes_float32_where_it_is_told(num_tokens: int, device: torch.device) 
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
-@pytest.mark.parametrize("num_tokens", [1, 5, 17])
+@pytest.mark.parametrize("num_tokens", [1, 5, 17, 33])
 def test_defaults_in_every_dtype(num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
     inputs = OP.make_inputs(dtype, device, num_tokens=num_tokens, num_columns=128, group_size=128)
     tolerance = OP.tolerances[dtype]
@@ -137,6 +160,7 @@ def test_defaults_in_every_dtype(num_tokens: int, dtype: torch.dtype, device: to
         ({"minimums": torch.zeros(77, 2).half()}, "minimums has 2 groups"),
         ({"bias": torch.zeros(76)}, "bias"),
         ({"residual": torch.zeros(5, 76)}, "residual"),
+        ({"tiles": Tiles(32, 64, 128, 8, 1)}, "block_n is a multiple of 16 rows of 8 warps"),
         ({"output": torch.zeros(5, 77).half()}, "output is float16; expected float32"),
     ],
 )
