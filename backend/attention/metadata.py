@@ -23,6 +23,7 @@ class AttentionMetadata:
     slot_mapping: Tensor  # int64 [num_tokens], block_id * block_size + offset
     positions: Tensor  # int64 [num_tokens]
     num_decodes: int  # leading requests with a single query row, which is no node of a tree
+    longest_chunk: int | None = None  # most rows of one of the other requests, where the host knows; None: it does not
     # The same of the KV groups behind the first one, which have block tables and slots of their own.
     other_groups: tuple[AttentionMetadata, ...] = ()
     # Rows that are nodes of a tree of drafts, as `paged_attention` takes them. Slots are one behind the other, and siblings

@@ -104,5 +104,6 @@ def _one_tile(query: Tensor, key_cache: Tensor) -> TileSizes:
 def _chunk_tiles(query: Tensor, key_cache: Tensor, metadata: AttentionMetadata) -> TileSizes:
     """For chunks, also where the batch has room for more requests than there are, as in a graph."""
     num_tokens, group = query.shape[0], query.shape[1] // key_cache.shape[2]
-    num_chunks = min(metadata.seq_lens.shape[0] - metadata.num_decodes, max(1, num_tokens // 64))
+    num_chunks = max(1, num_tokens // (metadata.longest_chunk or 64))
+    num_chunks = min(metadata.seq_lens.shape[0] - metadata.num_decodes, num_chunks)
     return tile_sizes(num_tokens, num_chunks, group, query.shape[2], query.element_size())

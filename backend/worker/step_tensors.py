@@ -68,11 +68,14 @@ def step_arrays(step: StepInput) -> list[np.ndarray]:
     ]
 
 
-def device_views(remote: Tensor, step: StepInput, block_tables: Tensor) -> StepTensors:
+def device_views(
+    remote: Tensor, step: StepInput, block_tables: Tensor, longest_chunk: int | None = None
+) -> StepTensors:
     """Tensors over the bytes that `write_parts` laid out for `step_arrays(step)`.
 
     Args:
         block_tables: int32 [num_groups, num_reqs, max_num_blocks].
+        longest_chunk: see `AttentionMetadata`.
     """
     tensors, begin = [], 0
     for array in step_arrays(step):
@@ -88,6 +91,7 @@ def device_views(remote: Tensor, step: StepInput, block_tables: Tensor) -> StepT
         slot_mapping=slot_mappings[0],
         positions=positions,
         num_decodes=step.num_decodes,
+        longest_chunk=longest_chunk,
     )
     return StepTensors(
         token_ids=token_ids,
@@ -106,4 +110,5 @@ def to_device(step: StepInput, buffers: HostBuffers, device: torch.device) -> St
     write_parts(host, [*arrays, np.ascontiguousarray(step.block_tables)])
     # On a CPU the tensors must outlive the buffer's next turn.
     remote = host.to(device, non_blocking=True) if device.type == "cuda" else host.clone()
-    return device_views(remote, step, remote[fixed:].view(torch.int32).view(step.block_tables.shape))
+    longest_chunk = int(np.diff(step.query_start_loc[step.num_decodes :]).max(initial=1))
+    return device_views(remote, step, remote[fixed:].view(torch.int32).view(step.block_tables.shape), longest_chunk)

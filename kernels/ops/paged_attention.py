@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.arrivals import arrival_counters
-from kernels.ops.attention_tiles import MIN_KEYS, TileSizes, choose_num_splits, tile_sizes
+from kernels.ops.attention_tiles import TileSizes, choose_num_splits, tile_sizes
 from kernels.ops.checks import as_bytes, check_attention, check_tensor, check_trees
 from kernels.ops.key_loop import attend_keys
 from kernels.ops.pdl import supports_pdl
@@ -67,6 +67,7 @@ def _paged_attention_kernel(
     BLOCK_D: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile of a request's query rows, one KV head and one share of the keys per program, with an online softmax.
@@ -85,7 +86,6 @@ def _paged_attention_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0)
     # int64, as everything that is multiplied by a cache's strides: a pool passes 2^31 elements.
     kv_head = tl.program_id(1).to(tl.int64)
@@ -100,9 +100,11 @@ def _paged_attention_kernel(
     query_start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
     first_row = (tile - query_start // BLOCK_Q - request) * BLOCK_Q
+    num_computed = tl.load(seq_lens_ptr + request) - query_len
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if first_row >= query_len:
         return
-    num_computed = tl.load(seq_lens_ptr + request) - query_len
 
     # -- rows: BLOCK_Q tokens x GROUP heads, the heads of a token side by side
     row = tl.arange(0, BLOCK_M)
@@ -240,7 +242,7 @@ def _paged_attention_kernel(
                 num_shares,
                 row_mask,
                 NUM_SPLITS,
-                1,
+                CHUNK,
                 BLOCK_D,
             )
 
@@ -328,7 +330,8 @@ def paged_attention(
     tiles = tiles or tile_sizes(num_tokens, num_reqs, group, head_dim, query.element_size())
     num_tiles = num_tokens // tiles.block_q + num_reqs
     if num_splits is None:
-        num_splits = choose_num_splits(num_tiles * num_kv_heads, block_table.shape[1] * block_size, query.device)
+        max_seq_len = block_table.shape[1] * block_size
+        num_splits = choose_num_splits(num_tiles * num_kv_heads, max_seq_len, tiles.min_keys, query.device)
     parts = (num_tiles, num_kv_heads, num_splits, tiles.block_m) if num_splits > 1 else (0,)
     partial = torch.empty((*parts, tiles.block_d), dtype=torch.float32, device=query.device)
     partial_max, partial_sum = (torch.empty(parts, dtype=torch.float32, device=query.device) for _ in range(2))
@@ -371,7 +374,8 @@ def paged_attention(
         BLOCK_N=tiles.block_n,
         BLOCK_D=tiles.block_d,
         NUM_SPLITS=num_splits,
-        MIN_KEYS=MIN_KEYS,
+        MIN_KEYS=tiles.min_keys,
+        CHUNK=max(1, min(num_splits, 8192 // (tiles.block_m * tiles.block_d))),
         PDL=pdl,
         num_warps=tiles.num_warps,  # pyright: ignore[reportCallIssue]  (launch options, not the kernel's)
         num_stages=tiles.num_stages,  # pyright: ignore[reportCallIssue]

@@ -64,7 +64,7 @@ def add_up(
     total_max = tl.where(member_mask, tl.max(part_max, axis=1), 0.0)
     total_sum = tl.sum(part_sum * tl.exp2(part_max - total_max[:, None]), axis=1)
     total = tl.zeros([first.shape[0], BLOCK_D], dtype=tl.float32)
-    for start in range(0, MAX_PARTS, CHUNK):
+    for start in range(0, num_parts, CHUNK):
         in_chunk = start + tl.arange(0, CHUNK)
         chunk = first[:, None] + in_chunk[None, :] * stride
         chunk_mask = member_mask[:, None] & (in_chunk < num_parts)[None, :]

@@ -8,27 +8,22 @@ import pytest
 import torch
 
 from kernels.ops import arrivals
-from kernels.ops import paged_attention as module
-from kernels.ops.attention_tiles import MAX_SPLITS, choose_num_splits
+from kernels.ops.attention_tiles import MAX_SPLITS, MIN_KEYS, choose_num_splits
 from kernels.ops.paged_attention import paged_attention
 from kernels.reference.paged_attention import paged_attention as reference
 from kernels.registry import REGISTRY
 from kernels.specs.paged_attention import make_inputs
 from tests.kernels.oracle import KERNEL_DTYPES, GuardBands
+from tests.kernels.paged_attention_agreement import short_shares
 
 # One share or many, shares that a tile fills or not, rows that see nothing of the last share, a row alone, no rows.
 LENGTHS: dict[str, Any] = {"query_lens": [20, 3, 1, 0, 9], "seq_lens": [201, 3, 90, 0, 64]}
 SMALL: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 32}
 
 
-@pytest.fixture(autouse=True)
-def short_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_KEYS", 16)
-
-
 def assert_agrees(inputs: dict[str, Any], num_splits: int) -> None:
     """Counters are found at zero by the next launch, whatever its cut."""
-    output = paged_attention(**inputs, num_splits=num_splits)
+    output = paged_attention(**inputs, tiles=short_shares(inputs), num_splits=num_splits)
     tolerance = REGISTRY["paged_attention"].tolerances[output.dtype]
     torch.testing.assert_close(output, reference(**inputs), atol=tolerance.atol, rtol=tolerance.rtol)
     assert all(not counters.any() for counters in arrivals._COUNTERS[output.device])
@@ -54,18 +49,21 @@ def test_in_every_dtype_beside_not_a_number(head_dim: int, dtype: torch.dtype, d
 def test_one_share_is_what_there_was_without(device: torch.device) -> None:
     """Where contexts are shorter than a share, bit for bit."""
     inputs = make_inputs(torch.float32, device, query_lens=[5, 2], seq_lens=[16, 9], **SMALL)
-    assert torch.equal(paged_attention(**inputs, num_splits=8), paged_attention(**inputs, num_splits=1))
+    tiles = short_shares(inputs)
+    whole = paged_attention(**inputs, tiles=tiles, num_splits=1)
+    assert torch.equal(paged_attention(**inputs, tiles=tiles, num_splits=8), whole)
 
 
 def test_only_a_device_that_is_not_full_is_split_over() -> None:
     cpu = torch.device("cpu")  # counted as 16 multiprocessors
-    assert choose_num_splits(16, 100_000, cpu) == 1
-    assert choose_num_splits(17, 100_000, cpu) == 1
-    assert choose_num_splits(8, 100_000, cpu) == 2
-    assert choose_num_splits(3, 100_000, cpu) == 4
-    assert choose_num_splits(1, 100_000, cpu) == MAX_SPLITS
-    assert choose_num_splits(1, 2_048, cpu) == 4
-    assert choose_num_splits(1, 500, cpu) == 1
+    assert choose_num_splits(16, 100_000, MIN_KEYS, cpu) == 1
+    assert choose_num_splits(17, 100_000, MIN_KEYS, cpu) == 1
+    assert choose_num_splits(8, 100_000, MIN_KEYS, cpu) == 2
+    assert choose_num_splits(3, 100_000, MIN_KEYS, cpu) == 4
+    assert choose_num_splits(1, 100_000, MIN_KEYS, cpu) == MAX_SPLITS
+    assert choose_num_splits(1, 2_048, MIN_KEYS, cpu) == 4
+    assert choose_num_splits(1, 500, MIN_KEYS, cpu) == 1
+    assert choose_num_splits(1, 500, 64, cpu) == 4
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.ops import paged_attention as module
 from kernels.ops.attention_tiles import tile_sizes
 from kernels.ops.paged_attention import paged_attention
 from kernels.reference.paged_attention import paged_attention as reference
@@ -16,6 +15,7 @@ from kernels.registry import REGISTRY
 from kernels.specs.paged_attention import flops, make_inputs
 from tests.kernels.kv_oracle import FORMATS, decoded
 from tests.kernels.oracle import KERNEL_DTYPES, GuardBands
+from tests.kernels.paged_attention_agreement import short_shares
 
 CPU = torch.device("cpu")
 # A tree, a single row, a prompt's chunk, no rows, a tree without context, one of 64 nodes over more than a tile.
@@ -98,10 +98,9 @@ def test_kernel_agrees_over_a_quantized_cache(window: int | None, kv_format: str
 
 
 @pytest.mark.parametrize("window", [None, 3, 40])
-def test_shares_of_keys_add_up(window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_KEYS", 16)
+def test_shares_of_keys_add_up(window: int | None, device: torch.device) -> None:
     inputs = make_inputs(torch.float32, device, **MIXED, **SMALL, window=window)
-    assert_near(paged_attention(**inputs, num_splits=8), reference(**inputs))
+    assert_near(paged_attention(**inputs, tiles=short_shares(inputs), num_splits=8), reference(**inputs))
 
 
 @pytest.mark.gpu
