@@ -86,7 +86,9 @@ class SchedulerSettings(Section):
         "copied to host memory, as much as cache.swap_bytes holds, and back.",
     )
     async_scheduling: bool | None = Field(
-        None, description="Schedule a step while the one before runs, so that the GPU never waits. CUDA yes, CPU no."
+        None,
+        description="Schedule a step while the one before runs, so that the GPU never waits; with speculation, which needs its "
+        "result, while its tokens are delivered. CUDA yes, CPU no.",
     )
 
 

@@ -59,6 +59,10 @@ class KVCacheManager:
         return self.pool.num_referenced_blocks / self.pool.num_blocks
 
     @property
+    def num_groups(self) -> int:
+        return self._num_groups
+
+    @property
     def num_cached_tokens(self) -> int:
         """Tokens whose KV can be found, of one group."""
         return self.pool.num_cached_blocks // self._num_groups * self.block_size
@@ -234,9 +238,11 @@ class KVCacheManager:
             self._events.append(BlockEvent("uncache", None, 0, []))
         return num_tokens
 
-    def give_back_lookahead(self, request: Request) -> int | None:
-        """Give back the blocks behind those of the computed tokens; how many each KV group keeps, None if there were none."""
-        num_kept, held = -(-request.num_computed_tokens // self.block_size), self._block_ids[request.request_id]
+    def give_back_lookahead(self, request: Request, num_reached: int = 0) -> int | None:
+        """Give back the blocks behind those of the computed tokens and of `num_reached` more; how many each KV group keeps, None
+        if there were none."""
+        num_tokens, held = request.num_computed_tokens + num_reached, self._block_ids[request.request_id]
+        num_kept = -(-num_tokens // self.block_size)
         if len(held[0]) <= num_kept:
             return None
         for group, blocks in enumerate(held):

@@ -62,7 +62,7 @@ class ContiguousKVCacheManager(KVCacheManager):
     ) -> KVAllocation | None:
         return super().allocate_slots(request, self._max_model_len - request.num_computed_tokens)
 
-    def give_back_lookahead(self, request: Request) -> int | None:
+    def give_back_lookahead(self, request: Request, num_reached: int = 0) -> int | None:
         return None
 
 

@@ -15,6 +15,7 @@ from backend.core.kv_layouts import ContiguousKVCacheManager
 from backend.core.policies import FirstComeFirstServed, PrefillFirst, Priority
 from backend.core.recompute_scheduler import RecomputeScheduler
 from backend.core.scheduler import Scheduler
+from backend.core.speculation import HEAD_METHODS
 from backend.core.speculative_scheduler import SpeculativeScheduler
 from backend.core.swapping import SwappingKVCacheManager, num_host_blocks
 from backend.errors import EngineError
@@ -64,6 +65,7 @@ def make_scheduler(
             length=AdaptiveLength(most, cost, num_nodes) if speculative.adaptive else None,
             max_batch=speculative.max_batch,
             num_window_tokens=speculative.num_window_tokens,
+            drafts_ahead=speculative.method in HEAD_METHODS and tree is None and not config.kernels.enforce_eager,
             num_nodes=num_nodes,
         )
     return scheduler_class(

@@ -88,12 +88,6 @@ def resolve_speculation(
             "quantization.method = 'llm_int8' takes its outlier columns from all tokens of a step: under speculation, with "
             "drafts among them, logits differ a little from plain decoding's, and greedy tokens may where the two best are close."
         )
-    if resolved.scheduler.async_scheduling:
-        resolved = resolved.with_overrides({"scheduler.async_scheduling": False})
-        notices.append(
-            "scheduler.async_scheduling is off: with speculation a step needs the result of the one before, which tells how "
-            "many drafts were accepted."
-        )
     return resolved, tuple(notices)
 
 

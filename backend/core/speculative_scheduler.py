@@ -5,7 +5,9 @@ and the pool have left once everybody else is served. So drafts go before anybod
 worker drafts at most that many, verifies them in the same step and says which were accepted.
 
 `num_computed_tokens` counts the last token and what was accepted, never a draft under way: KV of rejected drafts is written
-over by what comes next, and is not hashed into the prefix cache. Blocks that only rejected drafts reached go back at once.
+over by what comes next, and is not hashed into the prefix cache. Blocks that only rejected drafts reached go back at once, but
+for those that the next draft will reach: where that is made before its round is scheduled, and while the pool has a block for
+everybody.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class SpeculativeScheduler(Scheduler):
         length: how many of them are worth it; None: always all.
         max_batch: nobody drafts in a step in which more requests decode; None: however many.
         num_window_tokens: that run behind each draft and are never accepted; without room for all of them there is no draft.
+        drafts_ahead: each round ends with the draft of the next one, which needs slots for it.
         num_nodes: drafts are trees, and these their nodes down to each depth from 0 on, see `DraftTree.num_drafted_to`; a round
             accepts one of each depth at most, and `num_speculative_tokens` is the deepest. None: drafts are chains.
     """
@@ -39,6 +42,7 @@ class SpeculativeScheduler(Scheduler):
         length: AdaptiveLength | None = None,
         max_batch: int | None = None,
         num_window_tokens: int = 0,
+        drafts_ahead: bool = False,
         num_nodes: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -47,6 +51,8 @@ class SpeculativeScheduler(Scheduler):
         self._length = length
         self._max_batch = max_batch
         self._num_window_tokens = num_window_tokens
+        # Of a draft behind one that is accepted whole, all but the last are written.
+        self._num_ahead = num_speculative_tokens - 1 if drafts_ahead else 0
         self._num_nodes = num_nodes
         self._num_kept_blocks: dict[str, int] = {}  # since the last step, of requests that gave some back
 
@@ -91,9 +97,17 @@ class SpeculativeScheduler(Scheduler):
         """After a round of a request that goes on."""
         if request.num_computed_tokens >= request.next_cache_at:
             self.kv_cache_manager.cache_blocks(request)
-        num_kept = self.kv_cache_manager.give_back_lookahead(request)
+        num_reached = 0
+        if self._num_ahead and self._has_room():
+            num_reached = 1 + self._num_speculative_tokens + self._num_ahead
+        num_kept = self.kv_cache_manager.give_back_lookahead(request, num_reached)
         if num_kept is not None:
             self._num_kept_blocks[request.request_id] = num_kept
+
+    def _has_room(self) -> bool:
+        """Whether the pool has a block for each running request, so that nobody is preempted for what another keeps."""
+        pool = self.kv_cache_manager.pool
+        return pool.num_free_blocks + pool.num_evictable_blocks >= len(self.running) * self.kv_cache_manager.num_groups
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         super()._finish(request, reason)
@@ -132,10 +146,15 @@ class SpeculativeScheduler(Scheduler):
 
     def _reserve(self, plan: StepPlan, request: Request, num_drafts: int) -> int:
         """Take blocks for so many drafts behind the token of a request; for how many there is room."""
-        num_tokens = request.num_computed_tokens + 1
-        if num_drafts <= 0 or num_tokens + num_drafts <= request.num_slots:
+        num_tokens, manager = request.num_computed_tokens + 1, self.kv_cache_manager
+        num_ahead = max(0, min(self._num_ahead, request.max_num_tokens - num_tokens - num_drafts))
+        if num_drafts <= 0 or num_tokens + num_drafts + num_ahead <= request.num_slots:
             return max(0, num_drafts)
-        allocation = self.kv_cache_manager.allocate_slots(request, 1, num_drafts)
+        allocation = manager.allocate_slots(request, 1, num_drafts + num_ahead) if num_ahead and self._has_room() else None
+        if allocation is None:
+            if num_tokens + num_drafts <= request.num_slots:
+                return num_drafts
+            allocation = manager.allocate_slots(request, 1, num_drafts)
         if allocation is None:
             return request.num_slots - num_tokens
         plan.add(request, 0, allocation.block_ids)

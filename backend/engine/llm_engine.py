@@ -1,7 +1,9 @@
 """`LLMEngine`: the step loop. schedule -> submit -> result -> update, and the records of each step.
 
 With asynchronous scheduling a step is scheduled and submitted before the result of the one before it is taken, so that the
-device has its next work when it finishes; all of the host's work then runs beside the device's.
+device has its next work when it finishes; all of the host's work then runs beside the device's. With speculation a step needs
+that result, which tells how many drafts were accepted: it is submitted right behind it, and what the one before yielded is
+delivered and recorded beside it.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class LLMEngine:
         self._output_processor = (SpeculativeOutputProcessor if speculates else OutputProcessor)(tokenizer)
         self._recorder: StepRecorder | None = None  # of the sink, if there is one
         self._in_flight: deque[FlyingStep] = deque()
-        self._max_ahead = 1 if config.scheduler.async_scheduling else 0  # steps in flight beside the one waited for
+        is_async = bool(config.scheduler.async_scheduling)
+        self._max_ahead = 1 if is_async and not speculates else 0  # steps in flight beside the one waited for
+        self._goes_on_early = is_async and speculates  # submits a step before the one before it is recorded
         self._checks_blocks = bool(os.environ.get("SERVELAB_DEBUG"))  # a look at all of them: too slow to measure with
 
     def check_request(self, token_ids: list[int], sampling: SamplingParams) -> None:
@@ -155,18 +159,20 @@ class LLMEngine:
     def step(self) -> list[StreamEvent]:
         """One iteration over the unfinished requests; what it yielded, in batch order.
 
-        With asynchronous scheduling that is what the step submitted before it yielded, and nothing after an idle time.
+        With asynchronous scheduling that is what the step submitted before it yielded, and without speculation nothing after an
+        idle time.
 
         Raises `EngineError` when nothing can be scheduled, and in debug when KV blocks and their holders do not agree.
         """
-        step = self._submit()
-        if step is not None:
-            self._in_flight.append(step)
-            if len(self._in_flight) <= self._max_ahead:
-                return []
-        elif not self._in_flight:
-            raise EngineError("no waiting request can be scheduled although the engine is idle")
-        return self._complete(self._in_flight.popleft())
+        if not self._goes_on_early or not self._in_flight:
+            step = self._submit()
+            if step is not None:
+                self._in_flight.append(step)
+                if len(self._in_flight) <= self._max_ahead:
+                    return []
+            elif not self._in_flight:
+                raise EngineError("no waiting request can be scheduled although the engine is idle")
+        return self._complete(self._in_flight.popleft(), self._goes_on_early)
 
     def drain(self) -> list[StreamEvent]:
         """Take the results of all steps in flight and start none; what they yielded."""
@@ -195,20 +201,32 @@ class LLMEngine:
         submitted = time.perf_counter()  # before: an executor may carry the step out at once
         return FlyingStep(scheduled, self.executor.submit(scheduled), started, submitted, blocks, events, key_frame)
 
-    def _complete(self, step: FlyingStep) -> list[StreamEvent]:
+    def _complete(self, step: FlyingStep, go_on: bool = False) -> list[StreamEvent]:
+        """Take the result of a step; what it yielded.
+
+        Args:
+            go_on: submit the next one as soon as this one's tokens are known.
+        """
         output = step.pending.result()
         result = time.perf_counter()
         recorder, rounds = self._recorder, None
         if recorder is not None and output.rounds is not None:
             rounds = output.rounds, recorder.positions(output.rounds)
         outputs = self.scheduler.update_from_output(step.scheduled, output)
+        submission = 0.0
+        if go_on and self.scheduler.has_unfinished_requests():
+            begin = time.perf_counter()
+            following = self._submit()
+            if following is not None:
+                self._in_flight.append(following)
+            submission = time.perf_counter() - begin
         events, stopped = self._output_processor.process_step(outputs, result)
         for request_id in stopped:
             self.scheduler.finish_request(request_id, "stop")
         if self._checks_blocks:
             self._check_blocks()
         if recorder is not None:
-            recorder.record(step, rounds, events, result, is_last=not self.has_unfinished_requests())
+            recorder.record(step, rounds, events, result, submission, is_last=not self.has_unfinished_requests())
         return events
 
     def _check_blocks(self) -> None:

@@ -66,6 +66,7 @@ class StepRecorder:
         rounds: tuple[DraftRounds, Mapping[str, int]] | None,
         events: list[StreamEvent],
         result: float,
+        submission: float,
         is_last: bool,
     ) -> None:
         """A step has ended just now.
@@ -74,6 +75,7 @@ class StepRecorder:
             rounds: of speculation, and the `positions` before them.
             events: what it yielded.
             result: when that was known.
+            submission: seconds since, for the step behind it.
             is_last: nothing is to be done behind it.
         """
         scheduled = step.scheduled
@@ -103,7 +105,7 @@ class StepRecorder:
                 duration_ms=(end - max(step.started, self._last_end)) * 1e3,
                 schedule_ms=(step.submitted - step.started) * 1e3,
                 execute_ms=(result - max(step.submitted, self._last_result)) * 1e3,
-                process_ms=(end - result) * 1e3,
+                process_ms=(end - result - submission) * 1e3,
                 num_scheduled_requests=len(num_tokens),
                 num_prefill_tokens=total - decoded,
                 num_decode_tokens=decoded + num_rejected,

@@ -64,6 +64,35 @@ def test_tokens_are_those_of_plain_decoding_with_windows_behind_the_drafts(name:
     assert bool(lab.machine.rounds) == (name not in ("a budget of one", "a budget of seven"))
 
 
+@pytest.mark.parametrize("name", ["blocks of four", "large blocks", "small pool", "swapping", "contiguous", "two groups"])
+def test_tokens_are_those_of_plain_decoding_with_the_next_draft_made_ahead(name: str) -> None:
+    lab = SpeculativeLab(seed=2, drafts_ahead=True, **SETTINGS[name])
+    for key, prompt in PROMPTS.items():
+        lab.add(key, prompt, max_tokens=20)
+    windows = SETTINGS[name].get("windows", (None,))
+    assert lab.run() == {key: generate(prompt, 20, windows=windows) for key, prompt in PROMPTS.items()}
+
+
+@pytest.mark.parametrize("num_right", [0, 3, 5])
+def test_a_draft_that_is_made_ahead_has_slots_and_costs_nobody_a_preemption(num_right: int) -> None:
+    """Of a draft of five behind what was accepted, four are written, but none beyond the request's end."""
+    lab = SpeculativeLab(drafts_ahead=True, num_right=num_right, block_size=4, num_blocks=200)
+    request = lab.add("a", prompt_of(9), max_tokens=60)
+    while lab.scheduler.has_unfinished_requests():
+        lab.step()
+        if "a" in lab.scheduler.requests and (lab.steps[-1].num_draft_tokens or {}).get("a") == 5:
+            assert request.num_slots >= min(request.num_computed_tokens + 4, request.max_num_tokens)
+    assert lab.tokens["a"] == generate(prompt_of(9), 60)
+
+    def preemptions(ahead: bool) -> list[int]:
+        lab = SpeculativeLab(drafts_ahead=ahead, num_right=num_right, block_size=4, num_blocks=24, max_model_len=70)
+        requests = [lab.add(str(index), prompt_of(7, index), max_tokens=24) for index in range(3)]
+        lab.run()
+        return [request.num_preemptions for request in requests]
+
+    assert preemptions(True) == preemptions(False) == [0, 0, 0], "24 blocks hold three requests of 31 tokens"
+
+
 def test_a_window_runs_whole_or_not_at_all() -> None:
     """Beside at least one draft, within the budget's share and the context; beyond a request's own end it may reach."""
     lab = SpeculativeLab(lookahead=(4, 3), num_right=0, num_blocks=200, max_model_len=40, max_num_batched_tokens=24)
@@ -102,6 +131,7 @@ def test_random_traffic_with_aborts_and_stops(seed: int) -> None:
         prefix_caching=rng.random() < 0.5,
         swap_blocks=rng.choice([0, 0, 20]),
         policy=rng.choice(["fcfs", "prefill_first"]),
+        drafts_ahead=rng.random() < 0.3,
     )
     longest = lab.scheduler.max_model_len
     expected: dict[str, tuple[list[int], str]] = {}

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from backend.engine.engine_host import EngineHost
+from backend.engine.llm_engine import LLMEngine
+from backend.engine.speculative_output import SpeculativeOutputProcessor
 from backend.errors import ConfigError
 from backend.metrics.kv_sums import KVSums
 from backend.metrics.kv_use import KVPool, kv_use
@@ -61,6 +63,14 @@ MATRIX: dict[str, dict[str, Any]] = {
     "without prefix cache": {"cache__enable_prefix_caching": False},
     "three drafts": {"speculative__num_speculative_tokens": 3},
     "batch invariant": {"kernels__batch_invariant": True},
+    "early": {"scheduler__async_scheduling": True},
+    "early, preempted": {"scheduler__async_scheduling": True, "cache__num_blocks": 10},
+    "early, swapped": {
+        "scheduler__async_scheduling": True,
+        "cache__num_blocks": 10,
+        "scheduler__preemption": "swap",
+        "scheduler__max_num_batched_tokens": 16,
+    },
 }
 
 
@@ -73,7 +83,7 @@ def test_speculative_equals_plain(
         assert {key: answer.token_ids for key, answer in collected.items()} == expected
         check_accepted(collected, proposer)
         assert sum(right for _, _, right in proposer.drafted) > 0
-        if name in ("preempted", "swapped"):
+        if "cache__num_blocks" in MATRIX[name]:
             assert sum(answer.last.num_preemptions or 0 for answer in collected.values()) > 0
         again = answers(host, PROMPTS, **GREEDY)  # with a prefix cache: much of each is found
         assert {key: answer.token_ids for key, answer in again.items()} == expected
@@ -192,7 +202,10 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     return make_scripted(folder, [[400, *ids]]), ids
 
 
-def test_sd_1_a_stop_string_anywhere_in_an_accepted_block(host: EngineHost, letters: tuple[Path, list[int]]) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_sd_1_a_stop_string_anywhere_in_an_accepted_block(
+    host: EngineHost, letters: tuple[Path, list[int]], asynchronous: bool
+) -> None:
     """What stands behind it in the block is neither delivered nor counted, and no text of it ever streamed."""
     model, ids = letters
     ends: list[tuple[tuple[str, ...], int, int]] = [  # stop strings, min_tokens, max_tokens
@@ -203,7 +216,8 @@ def test_sd_1_a_stop_string_anywhere_in_an_accepted_block(host: EngineHost, lett
         (("z",), 0, 9),
         (("i",), 0, 9),
     ]
-    with scripted(host, model, [[400, *ids]], lambda key, number, most: (min(most, 5), int(key))):
+    options = {"scheduler__async_scheduling": asynchronous}
+    with scripted(host, model, [[400, *ids]], lambda key, number, most: (min(most, 5), int(key)), **options):
         for stop, min_tokens, max_tokens in ends:
             sampling = {"stop": stop, "min_tokens": min_tokens, "max_tokens": max_tokens}
             pieces = [letter.encode() for letter in LETTERS]
@@ -247,13 +261,14 @@ def test_sd_5_the_end_of_the_context(host: EngineHost, tiny_llama: Path) -> None
         assert max(drafted for _, drafted, _ in proposer.drafted) == 4, "5 are left, one of which is the target's own"
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_sd_6_what_is_counted_is_what_was_drafted_and_delivered(
-    host: EngineHost, letters: tuple[Path, list[int]]
+    host: EngineHost, letters: tuple[Path, list[int]], asynchronous: bool
 ) -> None:
     """Five right, none right, two of a short draft, then a block whose third token is the end. Beside it a request alone."""
     model, ids = letters
     plan, sink = in_turn((5, 5), (5, 0), (2, 2), (5, 5)), StepSink()
-    with scripted(host, model, [[400, *ids]], plan):
+    with scripted(host, model, [[400, *ids]], plan, scheduler__async_scheduling=asynchronous):
         host.set_sink(sink)  # type: ignore[arg-type]
         with held(host):
             first = submit(host, "a", [400], max_tokens=40, stop_token_ids=(ids[13],))
@@ -287,11 +302,13 @@ def test_sd_6_what_is_counted_is_what_was_drafted_and_delivered(
     assert [step.num_decode_tokens for step in sink.steps] == [0, 6, 6, 3, 6]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_ledger_of_a_speculating_run_tells_the_pool_at_every_step(
-    host: EngineHost, tiny_llama: Path, expected: dict[str, list[int]]
+    host: EngineHost, tiny_llama: Path, expected: dict[str, list[int]], asynchronous: bool
 ) -> None:
     """Blocks that come for drafts and go back, tokens that are kept: followed step by step as the scheduler has them."""
-    options = {"cache__block_size": 4, "cache__num_blocks": 44, "model__max_model_len": 150}
+    options: dict[str, Any] = {"cache__block_size": 4, "cache__num_blocks": 44, "model__max_model_len": 150}
+    options["scheduler__async_scheduling"] = asynchronous
     sink = StepSink()
     with scripted(host, tiny_llama, whole(PROMPTS, expected), at_random(4), **options):
         host.set_sink(sink)  # type: ignore[arg-type]
@@ -324,17 +341,39 @@ def test_without_a_cache_it_is_refused(host: EngineHost, tiny_llama: Path) -> No
         host.load(config_of(tiny_llama, speculative__method="ngram", cache__layout="none"))
 
 
-def test_asynchronous_scheduling_is_turned_off_and_the_run_says_so(host: EngineHost, tiny_llama: Path) -> None:
-    info = host.load(config_of(tiny_llama, speculative__method="ngram", scheduler__async_scheduling=True))
-    assert info.resolved_config.scheduler.async_scheduling is False
-    assert any("async_scheduling is off" in notice for notice in info.notices)
+def test_with_asynchronous_scheduling_a_round_is_under_way_before_the_last_one_is_delivered(
+    host: EngineHost, tiny_llama: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    submit_step, process = LLMEngine._submit, SpeculativeOutputProcessor.process_step
+
+    def submitted(engine: LLMEngine) -> Any:
+        order.append("submit")
+        return submit_step(engine)
+
+    def processed(*arguments: Any) -> Any:
+        order.append("deliver")
+        return process(*arguments)
+
+    monkeypatch.setattr(LLMEngine, "_submit", submitted)
+    monkeypatch.setattr(SpeculativeOutputProcessor, "process_step", processed)
+    one = dict([next(iter(PROMPTS.items()))])
+    for asynchronous in (False, True):
+        order.clear()
+        with scripted(host, tiny_llama, whole(PROMPTS, expected), RIGHT, scheduler__async_scheduling=asynchronous):
+            answers(host, one, **GREEDY)
+        begin = ["submit", "submit", "deliver"] if asynchronous else ["submit", "deliver", "submit"]
+        assert order[:3] == begin
+        assert order.count("submit") == order.count("deliver")
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_aborts_in_the_middle_of_rounds_leave_the_others_alone(
-    host: EngineHost, tiny_llama: Path, expected: dict[str, list[int]]
+    host: EngineHost, tiny_llama: Path, expected: dict[str, list[int]], asynchronous: bool
 ) -> None:
     """Some are aborted at once, some after their first event, while the pool is too small for all."""
-    with scripted(host, tiny_llama, whole(PROMPTS, expected), at_random(8), cache__num_blocks=10):
+    options: dict[str, Any] = {"cache__num_blocks": 10, "scheduler__async_scheduling": asynchronous}
+    with scripted(host, tiny_llama, whole(PROMPTS, expected), at_random(8), **options):
         for turn in range(6):
             with held(host):
                 going = {key: submit(host, f"{turn}-{key}", prompt, **GREEDY) for key, prompt in PROMPTS.items()}
