@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from backend.layers.linear import Linear
+from backend.layers.ops import library_linear
 from backend.spec_decode.draft_sampling import DraftSampling
 from backend.spec_decode.proposer import DraftOutput, DraftRequest
 from kernels.reference.greedy_tokens import greedy_tokens
@@ -19,6 +20,7 @@ class DraftVocabulary:
     rows: [draft_vocab, hidden], of the target's output head.
     vocab_size: the target's.
     choose: one of `SamplerOps.greedy_tokens`.
+    linear: one of `LayerOps.linear`.
     """
 
     def __init__(
@@ -26,10 +28,12 @@ class DraftVocabulary:
         token_ids: Tensor,
         rows: Tensor,
         vocab_size: int,
-        choose: Callable[[Tensor], tuple[Tensor, Tensor]] = greedy_tokens,
+        choose: Callable[..., tuple[Tensor, Tensor]] = greedy_tokens,
+        linear: Callable[[Linear, Tensor, torch.dtype | None], Tensor] = library_linear,
     ) -> None:
         self.token_ids = token_ids
         self._choose = choose
+        self._linear = linear
         self.vocab_size = vocab_size
         self.num_parameters = rows.numel()
         size, hidden_size = rows.shape
@@ -39,11 +43,11 @@ class DraftVocabulary:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [num_rows, draft_vocab] of what the target's output head would take, float [num_rows, hidden]."""
-        return self._output(hidden).float()
+        return self._linear(self._output, hidden, torch.float32)
 
     def likeliest(self, logits: Tensor) -> Tensor:
         """The target's id of each row's largest logit, int64 [num_rows]."""
-        return self.token_ids[self._choose(logits)[0]]
+        return self._choose(logits, self.token_ids)[0]
 
 
 class DraftsInProgress:

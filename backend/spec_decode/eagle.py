@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
@@ -99,5 +98,5 @@ class EagleProposer(StepReader):
     def _run(self, token_ids: Tensor, features: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Run entries: tokens int64 [num_tokens] beside the features before them; the features that come next."""
         draft = self._draft
-        joined = draft.head.join(F.embedding(token_ids, draft.embedding), features)
+        joined = draft.head.join_tokens(token_ids, draft.embedding, features)
         return draft.decoder.run_layer(draft.head.layer, joined, draft.layer_cache, metadata, draft.attention)

@@ -53,12 +53,10 @@ class NgramProposer:
 
     Args:
         n_min, n_max: shortest and longest end that is looked up, in tokens.
-        device: of the target.
     """
 
-    def __init__(self, n_min: int, n_max: int, device: torch.device) -> None:
+    def __init__(self, n_min: int, n_max: int) -> None:
         self._lengths = (n_min, n_max)
-        self._device = device
         self._texts: dict[str, NgramIndex] = {}
 
     def begin(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
@@ -77,4 +75,4 @@ class NgramProposer:
         drafts = [self._texts[request.request_id].continuation(request.max_tokens) for request in requests]
         k = max(map(len, drafts))
         padded = torch.tensor([draft + [0] * (k - len(draft)) for draft in drafts], dtype=torch.int64)
-        return DraftOutput(padded.view(len(drafts), k).to(self._device), [len(draft) for draft in drafts])
+        return DraftOutput(padded.view(len(drafts), k), [len(draft) for draft in drafts])

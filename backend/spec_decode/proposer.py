@@ -26,7 +26,10 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """A draft for each request, in the order in which they were asked for. Tensors lie on the target's device."""
+    """A draft for each request, in the order in which they were asked for.
+
+    Tensors lie on the target's device, or the token ids in the host's memory, if it is the host that drafts.
+    """
 
     token_ids: Tensor  # int64 [num_reqs, k]; what lies behind a request's `num_tokens` means nothing
     num_tokens: list[int]  # of each, 0 up to its `max_tokens`

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backend.sample.metadata import copy_to
 from backend.sample.random import Purpose, uniform
 from backend.sample.rejection_sampler import RejectionSampler, VerifiedRound, count_accepted, round_tokens
 from backend.sample.sampler import SamplerOps
@@ -26,13 +25,11 @@ class SyntheticProposer:
     Args:
         acceptance: chance of each token to be accepted once those before it are, 0 to 1.
         vocab_size: of the target, at least 2.
-        device: of the target.
     """
 
-    def __init__(self, acceptance: float, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, acceptance: float, vocab_size: int) -> None:
         self._acceptance = acceptance
         self._num_pairs = vocab_size // 2
-        self._device = device
 
     def begin(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """What a request holds does not matter, here and below."""
@@ -49,7 +46,7 @@ class SyntheticProposer:
         draws = uniform(seeds.tolist(), positions.ravel().tolist(), Purpose.ACCEPT).reshape(positions.shape)
         # Ids that differ from place to place, as those of a text do: a card's clock depends on what it multiplies.
         token_ids = 2 * (positions % self._num_pairs) + (draws >= self._acceptance)
-        return DraftOutput(copy_to(token_ids.astype(np.int64), self._device), counts)
+        return DraftOutput(torch.from_numpy(token_ids.astype(np.int64)), counts)
 
 
 class SyntheticSampler(RejectionSampler):

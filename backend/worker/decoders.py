@@ -117,7 +117,15 @@ def layer_ops(kernels: KernelSettings) -> LayerOps:
     """For layers beside those of the decoder, such as a head's."""
     if kernels.backend == "reference":
         return REFERENCE_OPS
+    from backend.layers.few_token_linear import few_token_linear
+    from kernels.ops.norm_embedding_and_features import norm_embedding_and_features
     from kernels.ops.rms_norm import rms_norm
     from kernels.ops.silu_and_mul import silu_and_mul
 
-    return replace(REFERENCE_OPS, rms_norm=rms_norm, silu_and_mul=silu_and_mul)
+    return replace(
+        REFERENCE_OPS,
+        rms_norm=rms_norm,
+        silu_and_mul=silu_and_mul,
+        norm_embedding_and_features=norm_embedding_and_features,
+        linear=few_token_linear,
+    )

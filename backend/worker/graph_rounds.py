@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from backend.core.output import PendingOutput, SchedulerOutput
-from backend.sample.metadata import copy_to
-from backend.spec_decode.proposer import DraftOutput, DraftRequest
+from backend.spec_decode.proposer import DraftRequest
 from backend.worker.round_download import RoundDownload, num_round_bytes
 from backend.worker.round_graphs import RoundGraphs, RoundParts
 from backend.worker.speculation import Speculation
@@ -67,24 +64,20 @@ class GraphRounds:
         """
         speculation, requests = self._speculation, self._batch.requests(scheduled)
         request_ids = [request.request_id for request in requests]
-        times, output = speculation.begin_round() if self._chain is None else None, None
-        if times is not None:
-            output = speculation.propose(requests)
-            counts = output.num_tokens
+        drafts, host_ms = None, 0.0
+        if self._chain is None:
+            output, host_ms = speculation.propose(requests)
+            counts, drafts = output.num_tokens, output.token_ids.numpy()
         else:
             counts = self._prepare(requests)
         if counts is None or not any(counts):
             self.forget()
             return None if counts is None else run_plain(scheduled)
-        step = self._batch.build_round(scheduled, dict(zip(request_ids, counts, strict=True)))
-        length = self._graphs.start(step, self._uploads)
-        if output is not None:
-            self._put(output, requests)
-        elif times is None:
-            times = speculation.begin_round()
-            if not self._are_drafted(requests, counts):
-                self._graphs.draft()
-        assert times is not None
+        step = self._batch.build_round(scheduled, dict(zip(request_ids, counts, strict=True)), self._graphs.longest)
+        length = self._graphs.start(step, self._uploads, drafts)
+        times = speculation.begin_round(host_ms)
+        if self._chain is not None and not self._are_drafted(requests, counts):
+            self._graphs.draft()
         times.clock.mark()
         packed, shape = self._graphs.verify()
         num_draft_tokens = step.num_draft_tokens.tolist()
@@ -94,7 +87,7 @@ class GraphRounds:
             with speculation.preparing():
                 self._graphs.go_on()
                 self._head.observed()
-            self._ahead = dict(zip(step.request_ids, step.num_slots.tolist(), strict=True))
+            self._ahead = dict(zip(step.request_ids, step.tables.num_slots.tolist(), strict=True))
             self._num_ahead = length
         return download
 
@@ -115,10 +108,3 @@ class GraphRounds:
             return self._chain.prepare(requests)
         with self._speculation.preparing():  # a draft model may have to catch up
             return self._chain.prepare(requests)
-
-    def _put(self, output: DraftOutput, requests: Sequence[DraftRequest]) -> None:
-        """Drafts that were made op by op, to where the graphs look for them."""
-        assert output.probs is None
-        drafts = self._graphs.drafts[:, : output.token_ids.shape[1]]
-        rows = np.array([request.row for request in requests], dtype=np.int64)
-        drafts.index_copy_(0, copy_to(rows, drafts.device), output.token_ids)

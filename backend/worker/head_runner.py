@@ -78,7 +78,7 @@ class HeadModelRunner(SpeculativeModelRunner):
             ) from error
         self._head = head
         choose = self._sampling_ops.greedy_tokens
-        self._vocabulary = DraftVocabulary(head.draft_token_ids, rows, loaded.config.vocab_size, choose)
+        self._vocabulary = DraftVocabulary(head.draft_token_ids, rows, loaded.config.vocab_size, choose, ops.linear)
         if isinstance(head.head, EagleHead):
             assert self._decoder is not None
             layers = head.config.feature_layers

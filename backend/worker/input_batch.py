@@ -16,7 +16,7 @@ SAMPLED_TOKEN = -1
 
 
 @dataclass(slots=True)
-class _RequestState:
+class RequestState:
     row: int  # of the persistent arrays, and of the device's sampled tokens
     token_ids: list[int]  # those the scheduler told: the prompt, and after a preemption the output so far
     num_prompt_tokens: int
@@ -85,7 +85,7 @@ class InputBatch:
     def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
         self.max_model_len = max_model_len
         self._block_size = block_size
-        self._states: dict[str, _RequestState] = {}
+        self._states: dict[str, RequestState] = {}
         self._free_rows = list(range(max_num_reqs))
         self._block_tables = np.zeros((num_groups, max_num_reqs, -(-max_model_len // block_size)), dtype=np.int32)
         self._tables = list(self._block_tables)  # each group's, a view
@@ -104,7 +104,7 @@ class InputBatch:
                 self._free_rows.append(state.row)
         for new in scheduled.new_requests:
             params = new.sampling_params
-            state = _RequestState(
+            state = RequestState(
                 row=self._free_rows.pop(),
                 token_ids=new.token_ids,
                 num_prompt_tokens=new.num_prompt_tokens,
@@ -221,7 +221,7 @@ class InputBatch:
             token_ids[query_start_loc[index] : query_start_loc[index] + len(known)] = known
         return token_ids
 
-    def _add_blocks(self, state: _RequestState, block_ids: list[list[int]]) -> None:
+    def _add_blocks(self, state: RequestState, block_ids: list[list[int]]) -> None:
         begin, end = state.num_blocks, state.num_blocks + len(block_ids[0])
         for table, blocks in zip(self._tables, block_ids, strict=True):
             if len(blocks) == 1:  # quicker by far than a slice

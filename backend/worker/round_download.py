@@ -20,14 +20,23 @@ class RoundTimes:
 
     clock: StageClock  # of both stages
     preparation: StageClock | None = None  # of what the proposer computed at the end of the round before
+    host_ms: float = 0.0  # of drafting, before the clock was started
 
 
 def pack_round(verified: VerifiedRound, draft_token_ids: Tensor) -> Tensor:
-    """All that the host is told of a round: uint8 [num_round_bytes(num_rows, k)], of drafts int64 [num_rows, k]."""
+    """All that the host is told of a round: uint8 [num_round_bytes(num_rows, k)], of drafts int64 [num_rows, k].
+
+    Laid out as the op `verify_greedy` does it.
+    """
     ends = torch.stack((verified.num_accepted, verified.finite.long()), dim=1)
     ids = torch.cat((verified.token_ids, ends, draft_token_ids), dim=1)
     probs = torch.stack((verified.target_probs, verified.accept_probs, verified.draft_probs))
     return torch.cat((ids.view(-1).view(torch.uint8), probs.view(-1).view(torch.uint8)))
+
+
+def packed_ids(packed: Tensor, num_rows: int, k: int) -> Tensor:
+    """The whole numbers of a packed round, in place: int64 [num_rows, 2 k + 3]."""
+    return packed[: 8 * num_rows * (2 * k + 3)].view(torch.int64).view(num_rows, 2 * k + 3)
 
 
 def num_round_bytes(num_rows: int, k: int) -> int:
@@ -82,6 +91,7 @@ class RoundDownload:
                 output.errors[request_id] = self._not_finite
         drafted = [row for row, count in enumerate(self._counts) if count]
         draft_ms, verify_ms = self._times.clock.stages_ms()
+        draft_ms += self._times.host_ms
         if self._times.preparation is not None:
             draft_ms += sum(self._times.preparation.stages_ms())
         output.rounds = DraftRounds(

@@ -12,21 +12,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
-from backend.sample.rejection_sampler import RejectionSampler
 from backend.spec_decode.proposer import ChainProposer, DraftChain, HeadProposer, TargetStep
 from backend.worker.decode_graphs import capture_graph
 from backend.worker.decoders import StepDecoder
 from backend.worker.graph_pass import Keep
-from backend.worker.round_download import pack_round
-from backend.worker.round_tensors import RoundArrays, RoundLayout
-from backend.worker.speculative_batch import RoundInput
-from backend.worker.step_tensors import HostBuffers, write_parts
-from kernels.ops.decode_positions import decode_positions
+from backend.worker.round_ops import RoundOps
+from backend.worker.round_tensors import (
+    NO_REQUEST,
+    RoundRows,
+    num_round_numbers,
+    round_chain,
+    round_metadata,
+    write_round,
+)
+from backend.worker.speculative_batch import RoundInput, RoundTables
+from backend.worker.step_tensors import HostBuffers
+from kernels.ops.draft_positions import draft_positions
+from kernels.reference.round_positions import RoundPositions
 
 SIZES = (1, 2, 4, 8, 16, 32)  # requests; more take so long that launching their kernels one by one costs little
 
@@ -48,8 +56,7 @@ class RoundParts:
     Attributes:
         last_token_ids: int64, of each row of the batch; the last row is the padding's.
         logits: float32 [num_rows, vocab_size], at least `round_rows`: where the graphs leave theirs.
-        sampler: on the kernels' own ops.
-        record_tokens: the op of that name.
+        ops: for what is not the model.
         chain: the proposer, if graphs can hold its drafts.
         head: the proposer, if it reads the target's steps; it needs `keep`.
         keep: what is to be kept of each pass of the target.
@@ -60,8 +67,7 @@ class RoundParts:
     layer_caches: list[LayerCache]
     last_token_ids: Tensor
     logits: Tensor
-    sampler: RejectionSampler
-    record_tokens: Callable[..., Tensor]
+    ops: RoundOps
     chain: ChainProposer | None
     head: HeadProposer | None
     keep: Keep | None
@@ -71,15 +77,16 @@ class RoundParts:
 class _Left:
     """What the verification leaves."""
 
-    packed: Tensor  # uint8, see `pack_round`
+    packed: Tensor  # uint8, see `verify_greedy`
     states: Tensor | None  # float [size * (k + 1), hidden], what `keep` gave
     next_token_ids: Tensor  # int64 [size * (k + 1)], of each token of the step
     last_indices: Tensor  # int64 [size], of each row's last token that was not rejected
+    placed: RoundPositions
 
 
 @dataclass(frozen=True, slots=True)
 class _Graphs:
-    layout: RoundLayout
+    shape: tuple[int, int]  # rows, drafts of each
     block_tables: Tensor  # int32 [num_groups, size, max_num_blocks]
     constant: Tensor  # kept because a replay may read it
     draft: torch.cuda.CUDAGraph | None
@@ -91,7 +98,8 @@ class _Graphs:
 class RoundGraphs:
     """
     Attributes:
-        drafts: int64 [num_rows, num_speculative_tokens], what is verified, for each row of the batch: from graphs, or put there.
+        longest: most drafts of a row.
+        drafts: int64 [num_rows, num_speculative_tokens], what is verified, for each row of the batch.
 
     Args:
         num_speculative_tokens: most of a draft.
@@ -120,15 +128,17 @@ class RoundGraphs:
         self._padding_row = parts.last_token_ids.numel() - 1
         largest = min(max_num_reqs, SIZES[-1])
         self._sizes = [*(size for size in SIZES if size < largest), largest]
+        self.longest = num_speculative_tokens
         self._lengths = _draft_lengths(num_speculative_tokens)
         self._graphs: dict[tuple[int, int], _Graphs] = {}
         self._round: _Graphs | None = None
         # Graphs never run at the same time: they share what they read.
         num_rows = parts.last_token_ids.numel()
         self.drafts = torch.zeros(num_rows, num_speculative_tokens, dtype=torch.int64, device=self._device)
-        num_bytes = RoundLayout(largest, num_speculative_tokens, num_groups).num_bytes
         num_entries = num_groups * largest * max_num_blocks
-        self._inputs = torch.zeros(num_bytes + 4 * num_entries, dtype=torch.uint8, device=self._device)
+        num_numbers = num_round_numbers(largest, num_speculative_tokens)
+        self._inputs = torch.zeros(num_numbers, dtype=torch.int64, device=self._device)  # see `RoundRows`
+        self._tables: RoundTables | None = None  # that were uploaded last
         self._block_tables = torch.zeros(num_entries, dtype=torch.int32, device=self._device)
         # Of each token: no token is negative, so that it does not matter.
         self._any_row = torch.zeros(largest * (num_speculative_tokens + 1), dtype=torch.int64, device=self._device)
@@ -147,19 +157,26 @@ class RoundGraphs:
     def fits(self, num_reqs: int) -> bool:
         return num_reqs <= self._sizes[-1]
 
-    def start(self, step: RoundInput, buffers: HostBuffers) -> int:
-        """Upload a round, at least one request of which has drafts. Returns how many tokens its graphs draft."""
+    def start(self, step: RoundInput, buffers: HostBuffers, drafts: np.ndarray | None = None) -> int:
+        """Upload a round, at least one request of which has drafts. Returns how many tokens its graphs draft.
+
+        Args:
+            drafts: int64 [num_granted, up to k], where the host makes them; else they are those of `drafts`.
+        """
         num_reqs, longest = len(step.rows), int(step.num_draft_tokens.max())
         size = next(size for size in self._sizes if size >= num_reqs)
         length = next(length for length in self._lengths if length >= longest)
         graphs = self._round = self._graphs[size, length]
-        layout = graphs.layout
-        host = buffers.next(layout.num_bytes + step.block_tables.nbytes)
-        layout.write(host, step, self._padding_row)
-        write_parts(host[layout.num_bytes :], [step.block_tables])
-        self._inputs[: host.numel()].copy_(host, non_blocking=True)
-        entries = self._inputs[layout.num_bytes : host.numel()].view(torch.int32).view(step.block_tables.shape)
-        graphs.block_tables[:, :num_reqs, : entries.shape[2]].copy_(entries)
+        num_numbers = num_round_numbers(size, length)
+        host = buffers.next(8 * num_numbers)
+        write_round(host.numpy().view(np.int64), step, size, self._padding_row, drafts)
+        self._inputs[:num_numbers].copy_(host.view(torch.int64), non_blocking=True)
+        if step.tables is not self._tables:
+            self._tables, entries = step.tables, step.tables.entries
+            host = buffers.next(entries.nbytes)
+            host.numpy()[:] = entries.reshape(-1).view(np.uint8)
+            remote = host.to(self._device, non_blocking=True).view(torch.int32).view(entries.shape)
+            graphs.block_tables[:, :num_reqs, : entries.shape[2]].copy_(remote)
         return length
 
     def draft(self) -> None:
@@ -169,10 +186,10 @@ class RoundGraphs:
         self._round.draft.replay()
 
     def verify(self) -> tuple[Tensor, tuple[int, int]]:
-        """Verify them and record the tokens: the round packed, as `pack_round` does it, and the shape of its drafts."""
+        """Verify them and record the tokens: the round packed, as `verify_greedy` does it, and the shape of its drafts."""
         assert self._round is not None
         self._round.verify.replay()
-        return self._round.left.packed, (self._round.layout.size, self._round.layout.k)
+        return self._round.left.packed, self._round.shape
 
     def go_on(self) -> None:
         """Let the head read what the verification left, and draft behind it."""
@@ -182,11 +199,10 @@ class RoundGraphs:
 
     def _capture(self, size: int, k: int, pool: object) -> _Graphs:
         parts, device = self._parts, self._device
-        layout = RoundLayout(size, k, self._num_groups)
-        inputs = self._inputs[: layout.num_bytes]
-        inputs.zero_()
-        arrays = layout.views(inputs)
-        arrays.rows.fill_(self._padding_row)
+        rows = RoundRows.of(self._inputs[: num_round_numbers(size, k)], size, k)
+        rows.rows.fill_(self._padding_row)
+        rows.counts.zero_()
+        rows.num_computed.fill_(NO_REQUEST)
         num_entries = self._num_groups * size * self._max_num_blocks
         block_tables = self._block_tables[:num_entries].view(self._num_groups, size, self._max_num_blocks)
         counting = torch.arange(size + 1, dtype=torch.int32, device=device)
@@ -195,83 +211,84 @@ class RoundGraphs:
         if chain is not None:
 
             def run_draft() -> None:
-                last_token_ids = parts.last_token_ids.index_select(0, arrays.rows)
-                drafted = chain.draft(layout.chain(arrays, block_tables, last_token_ids, counting))
-                self.drafts[:, :k].index_copy_(0, arrays.rows, drafted)
+                last_token_ids = parts.last_token_ids.index_select(0, rows.rows)
+                placed = self._place(rows, block_tables, k)
+                drafted = chain.draft(round_chain(placed, rows.rows, block_tables, last_token_ids, counting))
+                self.drafts[:, :k].index_copy_(0, rows.rows, drafted)
 
             draft, _ = capture_graph(run_draft, pool, device)
-        verify, left = capture_graph(lambda: self._verify(layout, arrays, block_tables), pool, device)
+        verify, left = capture_graph(lambda: self._verify(rows, block_tables, k), pool, device)
         if head is not None:
             assert left.states is not None
-            for tensor in (left.states, left.next_token_ids, left.last_indices):
+            for tensor in (left.states, left.next_token_ids, left.last_indices, *left.placed):
                 tensor.zero_()  # a capture computes nothing
             step = TargetStep(
                 states=left.states,
                 next_token_ids=left.next_token_ids,
-                metadata=layout.metadata(arrays, block_tables),
-                rows=arrays.rows,
+                metadata=round_metadata(left.placed, block_tables),
+                rows=rows.rows,
                 last_indices=left.last_indices,
             )
 
             def run_on() -> None:
                 head.read(step)
-                last_token_ids = parts.last_token_ids.index_select(0, arrays.rows)
-                passes = self._next_passes(layout, arrays, left, block_tables, counting)
-                self.drafts[:, :k].index_copy_(
-                    0, arrays.rows, head.draft(DraftChain(last_token_ids, arrays.rows, passes))
-                )
+                last_token_ids = parts.last_token_ids.index_select(0, rows.rows)
+                passes = self._next_passes(rows, left, block_tables, counting, k)
+                self.drafts[:, :k].index_copy_(0, rows.rows, head.draft(DraftChain(last_token_ids, rows.rows, passes)))
 
             go_on, _ = capture_graph(run_on, pool, device)
-        return _Graphs(layout, block_tables, counting, draft, verify, left, go_on)
+        return _Graphs((size, k), block_tables, counting, draft, verify, left, go_on)
+
+    def _place(self, rows: RoundRows, block_tables: Tensor, k: int) -> RoundPositions:
+        return self._parts.ops.round_positions(rows.counts, rows.num_computed, block_tables, k + 1, self._block_size)
 
     def _next_passes(
-        self, layout: RoundLayout, arrays: RoundArrays, left: _Left, block_tables: Tensor, counting: Tensor
+        self, rows: RoundRows, left: _Left, block_tables: Tensor, counting: Tensor, k: int
     ) -> list[AttentionMetadata]:
         """Those of `DraftChain` behind what has just been verified. Entries for which there is no block yet are lost."""
-        num_more = left.last_indices - arrays.starts + 1 - arrays.counts
-        num_tokens = (arrays.seq_lens + num_more).where(arrays.seq_lens > 0, -layout.k)
-        columns = torch.arange(layout.k + 1, device=self._device)[:, None]
-        seq_lens = (num_tokens + columns).clamp(min=0, max=self._max_model_len).int()
-        found = [
-            decode_positions(seq_lens.view(-1), table.repeat(layout.k + 1, 1), self._block_size)
-            for table in block_tables
-        ]
-        positions = found[0][0].view(seq_lens.shape)
-        slot_mappings = [slots.view(seq_lens.shape) for _, slots in found]
+        seq_lens, positions, slot_mappings = draft_positions(
+            left.placed.starts,
+            rows.counts,
+            left.last_indices,
+            left.placed.seq_lens,
+            block_tables,
+            k + 1,
+            self._block_size,
+            self._max_model_len,
+        )
         return [
             AttentionMetadata(
                 query_start_loc=counting,
                 seq_lens=seq_lens[index],
                 block_table=block_tables[0],
-                slot_mapping=slot_mappings[0][index],
+                slot_mapping=slot_mappings[0, index],
                 positions=positions[index],
-                num_decodes=layout.size,
-            ).with_groups(block_tables[1:], [slots[index] for slots in slot_mappings[1:]])
-            for index in range(layout.k + 1)
+                num_decodes=len(rows.rows),
+            ).with_groups(block_tables[1:], slot_mappings[1:, index])
+            for index in range(k + 1)
         ]
 
-    def _verify(self, layout: RoundLayout, arrays: RoundArrays, block_tables: Tensor) -> _Left:
-        parts, size, k = self._parts, layout.size, layout.k
-        drafts = self.drafts[:, :k].index_select(0, arrays.rows)
-        last_token_ids = parts.last_token_ids.index_select(0, arrays.rows)
-        token_ids = torch.cat((last_token_ids[:, None], drafts), dim=1).view(-1).index_select(0, arrays.sources)
+    def _verify(self, rows: RoundRows, block_tables: Tensor, k: int) -> _Left:
+        parts, ops, last_token_ids = self._parts, self._parts.ops, self._parts.last_token_ids
+        placed = self._place(rows, block_tables, k)
+        num_tokens = len(placed.positions)
+        if parts.chain is None:
+            self.drafts[:, :k].index_copy_(0, rows.rows, rows.drafts)
+        token_ids, drafts = ops.gather_round(last_token_ids, self.drafts[:, :k], rows.rows, placed.sources)
         hidden = parts.decoder.forward(
             token_ids,
-            self._any_row[: size * (k + 1)],
-            parts.last_token_ids,
+            self._any_row[:num_tokens],
+            last_token_ids,
             parts.layer_caches,
-            layout.metadata(arrays, block_tables),
+            round_metadata(placed, block_tables),
             parts.attention,
         )
         states = parts.keep(hidden) if parts.keep is not None else None
-        output = parts.logits[: size * (k + 1)]
-        logits = parts.decoder.compute_logits(hidden.index_select(0, arrays.places.view(-1)), output=output)
-        verified = parts.sampler(logits.view(size, k + 1, -1), drafts, arrays.counts, None, None)
-        last = verified.token_ids.gather(1, verified.num_accepted[:, None])[:, 0]
-        parts.record_tokens(last, verified.finite, arrays.rows, parts.last_token_ids)
-        # None behind a rejected one.
-        following = verified.token_ids.clamp(min=0).view(-1).index_select(0, arrays.sources)
-        return _Left(pack_round(verified, drafts), states, following, arrays.starts + verified.num_accepted)
+        output = parts.logits[:num_tokens]
+        logits = parts.decoder.compute_logits(hidden.index_select(0, placed.places.view(-1)), output=output)
+        packed, ids = ops.verify_greedy(logits, drafts, rows.counts)
+        following = ops.settle_round(ids, rows.rows, placed.starts, placed.sources, last_token_ids)
+        return _Left(packed, states, *following, placed)
 
 
 def _draft_lengths(longest: int) -> list[int]:

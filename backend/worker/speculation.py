@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -69,9 +70,11 @@ class Speculation:
         if spans:
             self._proposer.follow(spans)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> DraftOutput:
-        """Drafts that are made here and now."""
-        return self._proposer.propose(requests)
+    def propose(self, requests: Sequence[DraftRequest]) -> tuple[DraftOutput, float]:
+        """Drafts that the host makes here and now, and how long that took, in milliseconds."""
+        begin = time.perf_counter()
+        output = self._proposer.propose(requests)
+        return output, (time.perf_counter() - begin) * 1e3
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -81,9 +84,13 @@ class Speculation:
         clock.mark()
         self._preparation = clock
 
-    def begin_round(self) -> RoundTimes:
-        """Its draft begins now."""
-        times = RoundTimes(StageClock(self._device), self._preparation)
+    def begin_round(self, host_ms: float = 0.0) -> RoundTimes:
+        """Its draft begins now, on the device.
+
+        Args:
+            host_ms: how long the host has drafted before.
+        """
+        times = RoundTimes(StageClock(self._device), self._preparation, host_ms)
         self._preparation = None
         return times
 
@@ -92,6 +99,8 @@ class Speculation:
         preparation = self._preparation
         times = self.begin_round()
         output = self._proposer.propose(requests)
+        if output.token_ids.device != self._device:
+            output = replace(output, token_ids=copy_to(output.token_ids.numpy(), self._device))
         drafted = [index for index, count in enumerate(output.num_tokens) if count]
         if not drafted:
             self._preparation = preparation

@@ -10,7 +10,7 @@ import numpy as np
 from backend.core.output import SchedulerOutput
 from backend.sample.metadata import SamplingMetadata
 from backend.spec_decode.proposer import DraftRequest
-from backend.worker.input_batch import SAMPLED_TOKEN, InputBatch, StepInput
+from backend.worker.input_batch import SAMPLED_TOKEN, InputBatch, RequestState, StepInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,19 @@ class RoundInput:
     request_ids: list[str]
     rows: np.ndarray  # int64 [num_reqs], their rows in the batch
     num_draft_tokens: np.ndarray  # int64 [num_reqs]
-    query_start_loc: np.ndarray  # int64 [num_reqs + 1]
-    positions: np.ndarray  # int64 [num_tokens], of each row's last token and its drafts
-    slot_mappings: np.ndarray  # int64 [num_groups, num_tokens]
-    num_slots: np.ndarray  # int64 [num_reqs], that each request's blocks have
+    granted: list[int]  # the places of those that might be drafted for
+    num_computed: np.ndarray  # int64 [num_reqs], tokens before each one's last
+    tables: RoundTables
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTables:
+    """The block tables of a round; the same object for rounds of the same requests as long as they do not change."""
+
     # int32 [num_groups, num_reqs, max_num_blocks]: wide enough for as many drafts behind a round that is accepted whole. Where a
     # request has no block there is the null block.
-    block_tables: np.ndarray
+    entries: np.ndarray
+    num_slots: np.ndarray  # int64 [num_reqs], that each request's blocks have
 
 
 class SpeculativeInputBatch(InputBatch):
@@ -47,13 +53,20 @@ class SpeculativeInputBatch(InputBatch):
     def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
         super().__init__(max_num_reqs, max_model_len, block_size, num_groups)
         self._last_rows: tuple[list[str], np.ndarray] = ([], np.empty(0, dtype=np.int64))
+        self._round_ids: list[str] = []
+        self._round_tables: RoundTables | None = None  # of those, unless blocks have come or gone since
 
     def update(self, scheduled: SchedulerOutput) -> None:
         if scheduled.new_requests or scheduled.finished_request_ids or scheduled.preempted_request_ids:
             self._last_rows = ([], np.empty(0, dtype=np.int64))
         for request_id, num_blocks in (scheduled.num_kept_blocks or {}).items():
             self._states[request_id].num_blocks = num_blocks
+            self._round_tables = None
         super().update(scheduled)
+
+    def _add_blocks(self, state: RequestState, block_ids: list[list[int]]) -> None:
+        super()._add_blocks(state, block_ids)
+        self._round_tables = None
 
     def repeats(self, scheduled: SchedulerOutput) -> int | None:
         """Not where tables change otherwise than by growing with their requests."""
@@ -83,35 +96,30 @@ class SpeculativeInputBatch(InputBatch):
         has_last = num_computed >= self._num_known[rows]
         return bool((has_last & (num_computed + 1 >= self._num_plain[rows])).all())
 
-    def build_round(self, scheduled: SchedulerOutput, num_draft_tokens: Mapping[str, int]) -> RoundInput:
+    def build_round(self, scheduled: SchedulerOutput, num_draft_tokens: Mapping[str, int], longest: int) -> RoundInput:
         """In place of `build`, for a step of which `is_greedy_round` holds.
 
         Args:
-            num_draft_tokens: of those with drafts.
+            num_draft_tokens: of those that might be drafted for.
+            longest: most drafts of any round.
         """
         request_ids = list(scheduled.num_scheduled_tokens)
         rows = self._rows(request_ids)
-        counts = np.array([num_draft_tokens.get(request_id, 0) for request_id in request_ids], dtype=np.int64)
         num_computed = np.array(scheduled.num_computed_tokens, dtype=np.int64)
-        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(counts + 1, out=query_start_loc[1:])
-        positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], counts + 1)
-        blocks = self._entries(np.repeat(rows, counts + 1), positions // self._block_size)
         self._num_tokens[rows] = num_computed + 2
         self._last = None
-        longest = int(positions.max()) + int(counts.max()) + 1
-        tables = self._entries(rows, slice(longest // self._block_size + 1))
+        if self._round_tables is None or request_ids != self._round_ids:
+            self._round_ids, self._round_tables = request_ids, self._make_round_tables(rows, request_ids, longest)
+        counts = np.array([num_draft_tokens.get(request_id, 0) for request_id in request_ids], dtype=np.int64)
+        granted = [place for place, request_id in enumerate(request_ids) if request_id in num_draft_tokens]
+        return RoundInput(request_ids, rows, counts, granted, num_computed, self._round_tables)
+
+    def _make_round_tables(self, rows: np.ndarray, request_ids: list[str], longest: int) -> RoundTables:
         num_blocks = np.array([self._states[request_id].num_blocks for request_id in request_ids], dtype=np.int64)
-        return RoundInput(
-            request_ids=request_ids,
-            rows=rows,
-            num_draft_tokens=counts,
-            query_start_loc=query_start_loc,
-            positions=positions,
-            slot_mappings=blocks.astype(np.int64) * self._block_size + positions % self._block_size,
-            num_slots=num_blocks * self._block_size,
-            block_tables=tables * (np.arange(tables.shape[2]) < num_blocks[:, None]),
-        )
+        # As far as the drafts behind a round reach, which has a slot for each of its own.
+        num_columns = int(num_blocks.max()) + -(-(longest + 1) // self._block_size)
+        entries = self._entries(rows, slice(num_columns))
+        return RoundTables(entries * (np.arange(entries.shape[2]) < num_blocks[:, None]), num_blocks * self._block_size)
 
     def _rows(self, request_ids: Iterable[str]) -> np.ndarray:
         """int64 [num_reqs], in the persistent arrays. Most steps have the requests of the step before."""

@@ -22,6 +22,7 @@ from backend.worker.draft_model_runner import DraftModelRunner
 from backend.worker.input_batch import InputBatch, StepInput
 from backend.worker.memory_profile import ROUND_GRAPH_BYTES
 from backend.worker.round_download import RoundDownload, num_round_bytes, pack_round
+from backend.worker.round_ops import REFERENCE_ROUND_OPS, RoundOps, triton_round_ops, verify_with
 from backend.worker.speculation import Draft, Followers, Speculation
 from backend.worker.speculative_batch import SpeculativeInputBatch, Verification
 from backend.worker.step_tensors import to_device
@@ -59,9 +60,9 @@ class SpeculativeModelRunner(DraftModelRunner):
     def _make_proposer(self) -> Proposer:
         settings, model = self._config.speculative, self._draft_model
         if settings.synthetic_acceptance is not None:
-            return SyntheticProposer(settings.synthetic_acceptance, self.loaded.config.vocab_size, self._device)
+            return SyntheticProposer(settings.synthetic_acceptance, self.loaded.config.vocab_size)
         if model is None:
-            return NgramProposer(settings.ngram_min, settings.ngram_max, self._device)
+            return NgramProposer(settings.ngram_min, settings.ngram_max)
         batch, budget = self._batch, self._config.scheduler.max_num_batched_tokens
         assert isinstance(batch, SpeculativeInputBatch)
         assert budget is not None
@@ -123,8 +124,7 @@ class SpeculativeModelRunner(DraftModelRunner):
             layer_caches=self._layer_caches,
             last_token_ids=self._last_tokens,
             logits=logits,
-            sampler=self._rejection_sampler,
-            record_tokens=self._record_tokens,
+            ops=self._round_ops,
             chain=self._chain,
             head=self._head_proposer,
             keep=self._keep,
@@ -140,6 +140,13 @@ class SpeculativeModelRunner(DraftModelRunner):
         buffers = (self._uploads, self._downloads)
         self._rounds = GraphRounds(graphs, parts, self._speculation, batch, *buffers, self._not_finite)
         return [graphs]
+
+    @property
+    def _round_ops(self) -> RoundOps:
+        ops = triton_round_ops() if self._config.kernels.backend == "triton" else REFERENCE_ROUND_OPS
+        if isinstance(self._rejection_sampler, SyntheticSampler):
+            return replace(ops, verify_greedy=verify_with(self._rejection_sampler))
+        return ops
 
     @property
     def _head_proposer(self) -> HeadProposer | None:

@@ -12,10 +12,15 @@ from kernels.ops.checks import check_tensor
 BLOCK = 2048
 # Programs that keep a large card's multiprocessors busy; rows are cut into chunks until there are so many.
 MANY_PROGRAMS = 512
+# A row that one program reads in less time than a second launch takes, with so many times the usual warps and lanes.
+MAX_WHOLE_ROW = 16_384
+WIDER = 4
 
 
 @triton.jit
-def _store_row(token_ids_ptr, finite_ptr, row, largest, token_id, has_nan):
+def _store_row(token_ids_ptr, finite_ptr, vocabulary_ptr, row, largest, token_id, has_nan, MAPPED: tl.constexpr):
+    if MAPPED:
+        token_id = tl.load(vocabulary_ptr + token_id)
     tl.store(token_ids_ptr + row, token_id)
     tl.store(finite_ptr + row, (has_nan == 0) & (largest > float("-inf")) & (largest < float("inf")))
 
@@ -28,10 +33,12 @@ def _largest_of_chunk_kernel(
     chunk_max_ptr,
     chunk_token_ids_ptr,
     logits_ptr,
+    vocabulary_ptr,
     stride_logits_row,
     vocab_size,
     chunk_size,
     num_chunks,
+    MAPPED: tl.constexpr,
     IS_WHOLE_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -58,7 +65,7 @@ def _largest_of_chunk_kernel(
     token_id = tl.min(tl.where(lane_max == largest, lane_token_id, vocab_size - 1), axis=0)
     has_nan = tl.max(lane_has_nan, axis=0)
     if IS_WHOLE_ROW:
-        _store_row(token_ids_ptr, finite_ptr, row, largest, token_id, has_nan)
+        _store_row(token_ids_ptr, finite_ptr, vocabulary_ptr, row, largest, token_id, has_nan, MAPPED)
     else:
         chunk_max = tl.where(has_nan == 0, largest, float("nan"))
         tl.store(chunk_max_ptr + row * num_chunks + chunk, chunk_max)
@@ -71,8 +78,10 @@ def _largest_of_row_kernel(
     finite_ptr,
     chunk_max_ptr,
     chunk_token_ids_ptr,
+    vocabulary_ptr,
     vocab_size,
     num_chunks,
+    MAPPED: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
 ):
     """One row per program, from its chunks. Grid: (num_rows,)."""
@@ -84,17 +93,19 @@ def _largest_of_row_kernel(
     is_nan = chunk_max != chunk_max
     largest = tl.max(tl.where(is_nan, float("-inf"), chunk_max), axis=0)
     token_id = tl.min(tl.where(mask & (chunk_max == largest), chunk_token_id, vocab_size - 1), axis=0)
-    _store_row(token_ids_ptr, finite_ptr, row, largest, token_id, tl.max(is_nan.to(tl.int32), axis=0))
+    has_nan = tl.max(is_nan.to(tl.int32), axis=0)
+    _store_row(token_ids_ptr, finite_ptr, vocabulary_ptr, row, largest, token_id, has_nan, MAPPED)
 
 
-def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+def greedy_tokens(logits: Tensor, vocabulary: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Take each row's largest logit, the lowest id among equals.
 
-    One pass over the logits. Rows are cut into as many chunks as it takes to fill a card, and a second launch joins
+    One pass over the logits. Long rows are cut into as many chunks as it takes to fill a card, and a second launch joins
     them; an exact maximum does not depend on the cut. How they are cut follows from the shape alone.
 
     Args:
         logits: float32 [num_rows, vocab_size], strides (any, 1)
+        vocabulary: int64 [vocab_size], stride (1,), ascending: the id of each column's token; by default the column
     Returns:
         token_ids int64 [num_rows], and finite bool [num_rows]: False where a logit is NaN or the largest is infinite, and
         then the token is some id of the vocabulary. Nothing is mutated.
@@ -105,14 +116,20 @@ def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits.shape
     if vocab_size == 0:
         raise ValueError("logits has 0 columns; at least 1 is expected")
+    if vocabulary is not None:
+        check_tensor("vocabulary", vocabulary, (vocab_size,), torch.int64, logits.device)
 
     token_ids = torch.empty((num_rows,), dtype=torch.int64, device=logits.device)
     finite = torch.empty((num_rows,), dtype=torch.bool, device=logits.device)
     if num_rows == 0:
         return token_ids, finite
-    num_chunks = min(triton.cdiv(MANY_PROGRAMS, num_rows), triton.cdiv(vocab_size, BLOCK))
+    if vocab_size <= MAX_WHOLE_ROW:
+        block, num_warps, num_chunks = WIDER * BLOCK, WIDER * 4, 1
+    else:
+        block, num_warps = BLOCK, 4
+        num_chunks = min(triton.cdiv(MANY_PROGRAMS, num_rows), triton.cdiv(vocab_size, block))
     # Whole blocks, so that no chunk but the last has idle lanes.
-    chunk_size = BLOCK * triton.cdiv(vocab_size, BLOCK * num_chunks)
+    chunk_size = block * triton.cdiv(vocab_size, block * num_chunks)
     num_chunks = triton.cdiv(vocab_size, chunk_size)
     chunk_max = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
     chunk_token_ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
@@ -122,13 +139,15 @@ def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
         chunk_max,
         chunk_token_ids,
         logits,
+        vocabulary,
         logits.stride(0),
         vocab_size,
         chunk_size,
         num_chunks,
+        MAPPED=vocabulary is not None,
         IS_WHOLE_ROW=num_chunks == 1,
-        BLOCK=BLOCK,
-        num_warps=4,  # pyright: ignore[reportCallIssue]  (a launch option)
+        BLOCK=block,
+        num_warps=num_warps,  # pyright: ignore[reportCallIssue]  (a launch option)
     )
     if num_chunks > 1:
         _largest_of_row_kernel[(num_rows,)](
@@ -136,8 +155,10 @@ def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
             finite,
             chunk_max,
             chunk_token_ids,
+            vocabulary,
             vocab_size,
             num_chunks,
+            MAPPED=vocabulary is not None,
             BLOCK_CHUNKS=triton.next_power_of_2(triton.cdiv(vocab_size, BLOCK)),
             num_warps=1,  # pyright: ignore[reportCallIssue]  (a launch option)
         )

@@ -14,19 +14,34 @@ SHAPES: dict[str, dict[str, Any]] = {
     "64 x 128256": {"num_rows": 64, "vocab_size": 128_256},
     "256 x 128256": {"num_rows": 256, "vocab_size": 128_256},
     "8 x 49152": {"num_rows": 8, "vocab_size": 49_152},
+    "1 x 16384 of a draft": {"num_rows": 1, "vocab_size": 16_384, "is_draft": True},
 }
 
 
 def make_inputs(
-    dtype: torch.dtype, device: torch.device, seed: int = 0, *, num_rows: int = 5, vocab_size: int = 4_999
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    *,
+    num_rows: int = 5,
+    vocab_size: int = 4_999,
+    is_draft: bool = False,
 ) -> Inputs:
-    """Logits as a model in `dtype` gives them: rounded to it, hence with equal ones, and handed over in float32."""
+    """Logits as a model in `dtype` gives them: rounded to it, hence with equal ones, and handed over in float32.
+
+    Of a draft, the columns are every third token.
+    """
     generator = torch.Generator(device).manual_seed(seed)
-    return {"logits": torch.randn(num_rows, vocab_size, device=device, generator=generator).to(dtype).float()}
+    return {
+        "logits": torch.randn(num_rows, vocab_size, device=device, generator=generator).to(dtype).float(),
+        "vocabulary": torch.arange(0, 3 * vocab_size, 3, device=device) if is_draft else None,
+    }
 
 
 def bytes_moved(inputs: Inputs) -> int:
-    return inputs["logits"].nbytes + 9 * len(inputs["logits"])
+    """Logits in, ids and whether they are finite out; of a vocabulary the ids that are chosen."""
+    num_rows = len(inputs["logits"])
+    return inputs["logits"].nbytes + (9 if inputs["vocabulary"] is None else 17) * num_rows
 
 
 def flops(inputs: Inputs) -> int:

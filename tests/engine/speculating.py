@@ -31,7 +31,6 @@ class ScriptedProposer:
         self._plan = plan
         self._texts: dict[str, list[int]] = {}
         self._rounds: Counter[str] = Counter()
-        self.device = torch.device("cpu")
         self.drafted: list[tuple[str, int, int]] = []  # request, drafted, right ones
 
     def begin(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
@@ -50,7 +49,7 @@ class ScriptedProposer:
         drafts = [self._draft(request) for request in requests]
         k = max(map(len, drafts))
         padded = torch.tensor([draft + [0] * (k - len(draft)) for draft in drafts], dtype=torch.int64)
-        return DraftOutput(padded.view(len(drafts), k).to(self.device), [len(draft) for draft in drafts])
+        return DraftOutput(padded.view(len(drafts), k), [len(draft) for draft in drafts])
 
     def _draft(self, request: DraftRequest) -> list[int]:
         text = self._texts[request.request_id]
@@ -89,8 +88,7 @@ def scripted(
     """An engine that speculates with a `ScriptedProposer`; it is gone afterwards."""
     proposer = ScriptedProposer(scripts, plan)
 
-    def make(n_min: int, n_max: int, device: torch.device) -> ScriptedProposer:
-        proposer.device = device
+    def make(n_min: int, n_max: int) -> ScriptedProposer:
         return proposer
 
     with pytest.MonkeyPatch.context() as patch:

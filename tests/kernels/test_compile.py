@@ -22,8 +22,12 @@ from kernels.ops import (
     code_matrix,
     compact_kv_cache,
     decode_positions,
+    draft_positions,
     embed_tokens,
+    gather_round,
+    greedy_tokens,
     int_linear,
+    norm_embedding_and_features,
     norm_gated_linear,
     norm_linear,
     norm_qkv_rotary_store,
@@ -32,15 +36,20 @@ from kernels.ops import (
     record_tokens,
     rms_norm,
     rotary_and_store,
+    round_positions,
+    settle_round,
     store_kv_cache,
+    verify_greedy,
 )
 from kernels.ops.projection import Tiles, default_tiles
 
 TYPES = {
-    "*i64": "token_ids positions slot_mapping rows sampled_token_ids outcome "
-    "tree_mask source_slots target_slots addresses slot_words",
-    "*i32": "block_table query_start_loc seq_lens arrivals words counters tree_starts",
-    "*fp32": "cos_sin_cache square_sums next_square_sums partial partial_max partial_sum",
+    "*i64": "token_ids vocabulary starts counts last_indices positions slot_mapping rows sampled_token_ids outcome "
+    "tree_mask source_slots target_slots addresses slot_words "
+    "num_computed places slot_mappings pass_positions pass_slot_mappings "
+    "ids sources last_token_ids next_token_ids drafts draft_token_ids num_draft_tokens",
+    "*i32": "block_table block_tables pass_seq_lens chunk_token_ids query_start_loc seq_lens arrivals words counters tree_starts",
+    "*fp32": "logits probs chunk_max chunk_sum cos_sin_cache square_sums next_square_sums partial partial_max partial_sum",
     "*i1": "finite",
     "*fp16": "key_scales value_scales scales origins",
 }
@@ -71,7 +80,7 @@ def shared_bytes(kernel, constants, num_warps=4, num_stages=2, without=(), boxes
         else:
             signature[name] = "fp32" if name in ("eps", "scale") else "i32"
             aligned = constants.get("FORMAT") is not None and "cache" in name  # bytes are loaded by 16
-            if aligned or name in ("stride_x_token", "stride_weight_row", "num_columns"):
+            if aligned or name in ("stride_x_token", "stride_weight_row", "stride_words_row", "num_columns"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": constants.get("PDL", False)}
@@ -97,6 +106,23 @@ for grows in (False, True):
     without = () if grows else ("seq_lens_ptr",)
     assert shared_bytes(record_tokens._record_tokens_kernel, sizes, without=without) <= CONSUMER_SHARED_BYTES
 assert shared_bytes(decode_positions._decode_positions_kernel, {"BLOCK_SIZE": 16, "BLOCK": 128}) <= CONSUMER_SHARED_BYTES
+sizes = {"WIDTH": 6, "BLOCK_SIZE": 24, "BLOCK_ROWS": 32, "BLOCK_WIDTH": 8}
+assert shared_bytes(round_positions._round_positions_kernel, sizes) <= CONSUMER_SHARED_BYTES
+assert shared_bytes(draft_positions._draft_positions_kernel, {"BLOCK_SIZE": 24, "BLOCK": 128}) == 0
+sizes = {"HIDDEN": 576, "BLOCK": 1024, "PDL": True}
+norm_features = norm_embedding_and_features._norm_embedding_and_features_kernel
+assert shared_bytes(norm_features, sizes) <= CONSUMER_SHARED_BYTES
+for mapped in (False, True):
+    sizes = {"MAPPED": mapped, "IS_WHOLE_ROW": mapped, "BLOCK": greedy_tokens.WIDER * greedy_tokens.BLOCK}
+    sizes |= {"BLOCK_CHUNKS": 32}
+    without = () if mapped else ("vocabulary_ptr",)
+    for kernel in (greedy_tokens._largest_of_chunk_kernel, greedy_tokens._largest_of_row_kernel):
+        assert shared_bytes(kernel, sizes, 16, without=without) <= CONSUMER_SHARED_BYTES
+for kernel in (gather_round._gather_round_kernel, settle_round._settle_round_kernel):
+    assert shared_bytes(kernel, {"BLOCK": 128}) == 0
+assert shared_bytes(verify_greedy._verify_chunk_kernel, {"BLOCK": 2048}) <= CONSUMER_SHARED_BYTES
+for sizes in ({"BLOCK_K": 2, "BLOCK_CHUNKS": 32}, {"BLOCK_K": 64, "BLOCK_CHUNKS": 128}):
+    assert shared_bytes(verify_greedy._verify_row_kernel, sizes) <= CONSUMER_SHARED_BYTES
 sizes = {"NUM_MOVES": 5, "BLOCK": compact_kv_cache.BLOCK}
 assert shared_bytes(compact_kv_cache._compact_kv_cache_kernel, sizes) == 0
 
@@ -110,7 +136,7 @@ for num_tokens, head_dim, window, without in (
 ):
     tiles = attention_tiles.tile_sizes(num_tokens, 8, 3, head_dim, 2)
     constants = {"GROUP": 3, "HEAD_DIM": head_dim, "BLOCK_SIZE": 24, "WINDOW": window, "PDL": window is None}
-    constants |= {"NUM_SPLITS": 16 if num_tokens == 8 else 1, "MIN_KEYS": 512}
+    constants |= {"NUM_SPLITS": 16 if num_tokens == 8 else 1, "MIN_KEYS": 512, "CHUNK": 1}
     constants |= {name.upper(): size for name, size in tiles._asdict().items()}
     shared = shared_bytes(
         paged_attention._paged_attention_kernel, constants, tiles.num_warps, tiles.num_stages, without
@@ -132,7 +158,7 @@ for kv_format in CODES:
     shared = shared_bytes(paged_decode_attention._paged_decode_attention_kernel, sizes, 4, 2)
     assert shared <= CONSUMER_SHARED_BYTES, (kv_format, shared)
 tiles = attention_tiles.tile_sizes(512, 1, 4, 128, 2)
-sizes = constants | {"FORMAT": "int4", "NUM_SPLITS": 16, "MIN_KEYS": 512}
+sizes = constants | {"FORMAT": "int4", "NUM_SPLITS": 16, "MIN_KEYS": 512, "CHUNK": 2}
 sizes |= {name.upper(): size for name, size in tiles._asdict().items()}
 shared = shared_bytes(paged_attention._paged_attention_kernel, sizes, tiles.num_warps, tiles.num_stages, NO_TREES)
 assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
@@ -148,11 +174,15 @@ for block_m, changes in ((1, {"ORIGIN": "none"}), (8, {"BITS": 8}), (16, {"EVEN"
     cut = {"BLOCK_M": block_m, "BLOCK_N": 32, "SHARES": 4, "AHEAD": 2, "ONCE": block_m == 1}
     without = ("origins_ptr",) if changes.get("ORIGIN") == "none" else ()
     assert shared_bytes(few, sizes | cut | changes, without=without) <= CONSUMER_SHARED_BYTES
-cut = {"BLOCK_M": 64, "BLOCK_N": 64, "SPLITS": 4}
+cut = {"BLOCK_M": 64, "BLOCK_N": 64, "SPLITS": 4, "WARPS": 4, "IN_REGISTERS": False}
 for origin in ("none", "float"):  # `origins` is float16 here: zero points would not do
     without = ("origins_ptr",) if origin == "none" else ()
     shared = shared_bytes(code_tiles.many_tokens_kernel, sizes | cut | {"ORIGIN": origin}, 4, 3, without)
     assert shared <= CONSUMER_SHARED_BYTES, (origin, shared)
+cut = {"BLOCK_M": 32, "BLOCK_N": 128, "SPLITS": 4, "WARPS": 8, "IN_REGISTERS": True, "PDL": True}
+for changes in ({}, {"EVEN_K": False, "GROUP": 64}, {"BITS": 8, "GROUP": 0}):
+    shared = shared_bytes(code_tiles.many_tokens_kernel, sizes | cut | changes, 8, 1)
+    assert shared <= 128 * 32 * 4, (changes, shared)  # room for the sums; the codes would take twice as much
 sizes = {"BITS": 8, "ORIGIN": "float", "GROUP": 0, "BLOCK_N": 8}
 assert shared_bytes(code_matrix._dequantize_codes_kernel, sizes) <= CONSUMER_SHARED_BYTES
 

@@ -14,7 +14,7 @@ from tests.kernels.oracle import GuardBands
 IMPLEMENTATIONS = ["reference", "launch"]
 
 
-def implementation(name: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def implementation(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return getattr(REGISTRY["greedy_tokens"], name)
 
 
@@ -25,7 +25,14 @@ def naive(logits: Tensor) -> tuple[list[int], list[bool]]:
     return [row.index(max(row)) for row in rows], finite
 
 
-@pytest.mark.parametrize("shape", [(5, 7), (3, 2048), (1, 10_001), (4, 4999), (100, 33), (1, 1)])
+@pytest.fixture(params=[1, 512])
+def many_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are taken whole, or in chunks that a second launch joins, however short they are."""
+    monkeypatch.setattr(module, "MAX_WHOLE_ROW", 0)
+    monkeypatch.setattr(module, "MANY_PROGRAMS", request.param)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 2048), (1, 10_001), (4, 16_385), (100, 33), (1, 1)])
 @pytest.mark.parametrize("which", IMPLEMENTATIONS)
 def test_takes_the_first_of_the_largest(which: str, shape: tuple[int, int], device: torch.device) -> None:
     torch.manual_seed(0)
@@ -40,12 +47,11 @@ def test_takes_the_first_of_the_largest(which: str, shape: tuple[int, int], devi
     bands.assert_untouched()
 
 
-@pytest.mark.parametrize("many_programs", [1, 512])  # whole rows, and chunks joined by a second launch
+@pytest.mark.usefixtures("many_programs")
 @pytest.mark.parametrize("which", IMPLEMENTATIONS)
 def test_a_row_without_a_finite_maximum_is_named_and_its_neighbours_are_unharmed(
-    which: str, many_programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    which: str, device: torch.device
 ) -> None:
-    monkeypatch.setattr(module, "MANY_PROGRAMS", many_programs)
     num_rows, vocab_size = 3, 4100
     for column in (0, 2047, 2048, 4099):
         for value in (math.nan, math.inf, -math.inf):
@@ -67,24 +73,45 @@ def test_a_row_without_a_finite_maximum_is_named_and_its_neighbours_are_unharmed
 def test_how_rows_are_cut_changes_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(3, 9000, device=device).round()
     expected = naive(logits)
-    for programs in (1, 6, 9, 512):
+    for longest, programs in ((9000, 1), (8999, 1), (8999, 6), (8999, 9), (8999, 512)):
+        monkeypatch.setattr(module, "MAX_WHOLE_ROW", longest)
         monkeypatch.setattr(module, "MANY_PROGRAMS", programs)
         token_ids, finite = module.greedy_tokens(logits)
         assert (token_ids.tolist(), finite.tolist()) == expected
 
 
+def test_a_draft_vocabulary_takes_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_largest_of_row_kernel", None)
+    logits = torch.randn(2, 16_384, device=device).round()
+    token_ids, finite = module.greedy_tokens(logits)
+    assert (token_ids.tolist(), finite.tolist()) == naive(logits)
+    with pytest.raises(TypeError):
+        module.greedy_tokens(torch.zeros(1, 16_385, device=device))
+
+
+@pytest.mark.usefixtures("many_programs")
+@pytest.mark.parametrize("which", IMPLEMENTATIONS)
+def test_gives_ids_of_a_vocabulary_of_some_tokens(which: str, device: torch.device) -> None:
+    """A row without a finite maximum gets one of them too."""
+    logits = torch.randn(5, 4100, device=device).round()
+    logits[1, 4099], logits[2] = math.nan, -math.inf
+    vocabulary = GuardBands(value=-1).wrap(2**40 + 3 * torch.arange(4100, device=device))
+    token_ids, finite = implementation(which)(logits, vocabulary)
+    assert finite.tolist() == [True, False, False, True, True]
+    chosen, _ = naive(logits[[0, 3, 4]])
+    assert token_ids[[0, 3, 4]].tolist() == [2**40 + 3 * column for column in chosen]
+    assert set(token_ids.tolist()) <= set(vocabulary.tolist())
+
+
 @pytest.mark.gpu
 def test_many_rows_are_taken_whole(device: torch.device) -> None:
-    logits = torch.randn(module.MANY_PROGRAMS, 14_000, device=device).round()
+    logits = torch.randn(module.MANY_PROGRAMS, 18_000, device=device).round()
     token_ids, finite = module.greedy_tokens(logits)
     assert (token_ids.tolist(), finite.tolist()) == naive(logits)
 
 
-@pytest.mark.parametrize("many_programs", [1, 512])
-def test_kernel_writes_nothing_but_its_rows(
-    many_programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MANY_PROGRAMS", many_programs)
+@pytest.mark.usefixtures("many_programs")
+def test_kernel_writes_nothing_but_its_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(3, 2100, device=device)
     bands = GuardBands(value=1.0)
     monkeypatch.setattr(torch, "empty", bands.empty)
@@ -123,6 +150,19 @@ def test_of_no_rows(which: str, device: torch.device) -> None:
 def test_launcher_names_what_is_wrong(logits: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         REGISTRY["greedy_tokens"].launch(logits)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "message"),
+    [
+        (torch.zeros(63).long(), r"vocabulary has shape \[63\]; expected \[64\]"),
+        (torch.zeros(64).int(), "vocabulary is int32; expected int64"),
+        (torch.zeros(64, device="meta").long(), "vocabulary is on meta; expected cpu"),
+    ],
+)
+def test_launcher_names_what_is_wrong_with_a_vocabulary(vocabulary: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        REGISTRY["greedy_tokens"].launch(torch.zeros(2, 64), vocabulary)
 
 
 @pytest.mark.gpu

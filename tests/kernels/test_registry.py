@@ -14,7 +14,10 @@ from kernels.kernel_op import KernelOp
 from kernels.registry import REGISTRY
 from kernels.specs import (
     decode_positions,
+    draft_positions,
     embed_tokens,
+    greedy_tokens,
+    norm_embedding_and_features,
     norm_gated_linear,
     norm_linear,
     norm_qkv_rotary_store,
@@ -156,6 +159,21 @@ def test_bytes_of_embedding_and_recording_tokens() -> None:
     assert record_tokens.bytes_moved(recorded) == 4 * (8 + 8 + 1) + 4 * (8 + 8) + 4 * (4 + 4)
     assert record_tokens.bytes_moved(recorded | {"seq_lens": None}) == 4 * (8 + 8 + 1) + 4 * (8 + 8)
     assert decode_positions.bytes_moved(decode_positions.make_inputs(torch.float16, CPU)) == 7 * (4 + 4 + 8 + 8)
+
+
+def test_bytes_of_what_an_eagle_head_drafts_with() -> None:
+    inputs = norm_embedding_and_features.make_inputs(torch.float16, CPU, num_tokens=4, hidden=10)
+    inputs["token_ids"] = torch.tensor([5, 8, 5, 6])
+    ids, embeddings, features, weights = 4 * 8, 3 * 20, 4 * 20, 2 * 20
+    assert norm_embedding_and_features.bytes_moved(inputs) == ids + embeddings + features + weights + 4 * 40
+    assert norm_embedding_and_features.flops(inputs) == 2 * 4 * 4 * 10
+    requests, tokens = 7 * (8 + 8 + 8 + 4), 4 * 7 * (4 + 8)
+    inputs = draft_positions.make_inputs(torch.float16, CPU)
+    assert draft_positions.bytes_moved(inputs) == requests + tokens + 2 * 4 * 7 * (4 + 8)
+    inputs = greedy_tokens.make_inputs(torch.float16, CPU, num_rows=3, vocab_size=10)
+    assert greedy_tokens.bytes_moved(inputs) == 3 * (40 + 8 + 1)
+    inputs = greedy_tokens.make_inputs(torch.float16, CPU, num_rows=3, vocab_size=10, is_draft=True)
+    assert greedy_tokens.bytes_moved(inputs) == 3 * (40 + 8 + 8 + 1)
 
 
 def test_references_and_registry_need_no_triton() -> None:

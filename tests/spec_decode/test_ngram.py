@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from backend.sampling_params import SamplingParams
 from backend.spec_decode.ngram import NgramIndex, NgramProposer
@@ -45,7 +44,7 @@ def test_nothing_is_drafted_where_nothing_has_occurred_before(text: list[int]) -
 
 
 def test_each_request_is_drafted_for_from_its_own_text() -> None:
-    proposer = NgramProposer(1, 3, torch.device("cpu"))
+    proposer = NgramProposer(1, 3)
     proposer.begin("a", [1, 2, 3, 1, 2], 0)
     proposer.begin("b", [7, 8, 9], 0)
     proposer.begin("gone", [1, 1], 0)

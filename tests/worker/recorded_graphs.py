@@ -21,7 +21,7 @@ from backend.attention.metadata import AttentionMetadata, LayerCache
 from backend.attention.reference import ReferenceAttention
 from backend.layers.linear import Linear
 from backend.worker.model_runner import ModelRunner
-from kernels.reference import decode_positions, greedy_tokens, record_tokens
+from kernels.reference import decode_positions, draft_positions, greedy_tokens, record_tokens
 from tests.interpreter import interpret_without_cuda
 
 interpret_without_cuda()
@@ -189,8 +189,8 @@ def recorded_graphs(*, on_kernels: bool = False) -> Iterator[Counter[str]]:
             for module in (decode_graphs, mixed_graphs):
                 patch.setattr(module, "greedy_tokens", greedy_tokens.greedy_tokens)
                 patch.setattr(module, "record_tokens", record_tokens.record_tokens)
-            for module in (decode_graphs, round_graphs):
-                patch.setattr(module, "decode_positions", decode_positions.decode_positions)
+            patch.setattr(decode_graphs, "decode_positions", decode_positions.decode_positions)
+            patch.setattr(round_graphs, "draft_positions", draft_positions.draft_positions)
             patch.setattr("backend.worker.decoders.ReferenceAttention", GraphAttention)
         patch.setattr(decode_graphs, "SIZES", () if on_kernels else (1, 4))
         patch.setattr(round_graphs, "SIZES", (2,) if on_kernels else (1, 2, 4, 8))

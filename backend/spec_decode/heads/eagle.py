@@ -56,6 +56,7 @@ class EagleHead(nn.Module):
         def linear(num_inputs: int) -> Linear:
             return Linear(num_inputs * size, size, bias=False, dtype=dtype, device=device)
 
+        self._ops = ops
         self.num_features = num_features
         self.state_norm = norm()  # one for all states: the fusion behind it scales each by itself
         self.fusion = linear(num_features)
@@ -68,7 +69,8 @@ class EagleHead(nn.Module):
 
     def fuse(self, states: Tensor) -> Tensor:
         """Hidden states of the target, float [num_tokens, num_features, hidden], to features [num_tokens, hidden]."""
-        return self.fusion(self.state_norm(states.flatten(0, 1)).view(states.shape[0], -1))
+        normed = self.state_norm(states.flatten(0, 1)).view(states.shape[0], -1)
+        return self._ops.linear(self.fusion, normed, None)
 
     def forward(
         self,
@@ -98,6 +100,18 @@ class EagleHead(nn.Module):
     def join(self, embedded: Tensor, features: Tensor) -> Tensor:
         """What the layer takes of an entry's two halves; shapes as in `forward`."""
         return self.joint(torch.cat((self.embedding_norm(embedded), self.feature_norm(features)), dim=-1))
+
+    def join_tokens(self, token_ids: Tensor, embedding: Tensor, features: Tensor) -> Tensor:
+        """`join` without gradients, of tokens int64 [num_tokens] yet to be looked up in the target's embedding."""
+        normed = self._ops.norm_embedding_and_features(
+            token_ids,
+            embedding,
+            self.embedding_norm.weight,
+            features,
+            self.feature_norm.weight,
+            self.embedding_norm.eps,
+        )
+        return self._ops.linear(self.joint, normed, None)
 
     @torch.no_grad()
     def initialize(self, final_norm: Tensor, generator: torch.Generator) -> None:
