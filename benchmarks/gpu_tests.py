@@ -1,7 +1,8 @@
 """Runs the tests that need a GPU and keeps what came of them: `python -m benchmarks.gpu_tests -o FILE [pytest arguments]`.
 
-First those that need the card to themselves, one after the other; then the others, in `--processes` processes. Passed, failed
-and skipped tests are counted by file; a failed one is named.
+First those that can share the card, in `--processes` processes, which also compiles the kernels; what fails there, where memory
+may run out, runs once more by itself. Then those that need the card to themselves, one after the other. Passed, failed and
+skipped tests are counted by file; one that failed at last is named, and so is one that was run again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def read_report(path: Path) -> dict[str, Any]:
         total[outcome] += 1
         by_file.setdefault(module, Counter())[outcome] += 1
         if outcome == "failed":
-            failed.append(f"{module}::{case.attrib['name']}")
+            failed.append(f"{module.replace('.', '/')}.py::{case.attrib['name']}")
     return {"tests": dict(total), "failed": failed, "files": {name: dict(counts) for name, counts in by_file.items()}}
 
 
@@ -54,6 +55,16 @@ def add_reports(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"tests": dict(total), "failed": failed, "files": {name: dict(counts) for name, counts in by_file.items()}}
 
 
+def replace_failed(report: Mapping[str, Any], again: Mapping[str, Any]) -> dict[str, Any]:
+    """A report whose failed tests were run again, with what came of those."""
+    files = {
+        name: {outcome: count for outcome, count in counts.items() if outcome != "failed"}
+        for name, counts in report["files"].items()
+    }
+    tests = {outcome: count for outcome, count in report["tests"].items() if outcome != "failed"}
+    return add_reports([{"tests": tests, "failed": [], "files": files}, again])
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_tests", description=__doc__)
     parser.add_argument("--commit", help="to state where this is no checkout")
@@ -66,15 +77,21 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("torch finds no CUDA device; these tests are for one")
     machine: Mapping[str, Any] = environment()
     shared = ["-n", str(options.processes)] if options.processes > 1 else []
-    results, codes = [], []
+    options_of_pytest, places = _split(rest)
     with tempfile.TemporaryDirectory() as folder:
-        for marks, how in (("gpu and alone", []), ("gpu and not alone", shared)):
+
+        def run(marks: str, *what: str) -> dict[str, Any]:
             report = Path(folder) / "report.xml"
             # A process of its own: what the card keeps for it is given back.
-            command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--junitxml={report}", *how]
-            codes.append(subprocess.run([*command, *(rest or [str(ROOT / "tests")])], check=False).returncode)
-            results.append(read_report(report))
-    result = add_reports(results)
+            command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--junitxml={report}"]
+            subprocess.run([*command, *options_of_pytest, *what], cwd=ROOT, check=False)
+            return read_report(report)
+
+        together = run("gpu and not alone", *shared, *places)
+        again = together["failed"]
+        if again:
+            together = replace_failed(together, run("gpu and not alone", *again))
+        result = add_reports([together, run("gpu and alone", *places)]) | {"run_again": again}
     document = {
         "benchmark": "gpu tests",
         "date": datetime.now(UTC).date().isoformat(),
@@ -84,7 +101,13 @@ def main(arguments: list[str] | None = None) -> None:
         **result,
     }
     options.output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    sys.exit(max(codes))
+    sys.exit(bool(result["failed"]))
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """pytest's options, and where the tests are."""
+    places = [each for each in arguments if not each.startswith("-") and (ROOT / each.split("::")[0]).exists()]
+    return [each for each in arguments if each not in places], places or ["tests"]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.gpu_tests import add_reports, read_report
+from benchmarks.gpu_tests import add_reports, read_report, replace_failed
 
 TESTS = """
 import pytest
@@ -38,7 +38,7 @@ def test_every_outcome_is_counted_and_failures_are_named(tmp_path: Path) -> None
     )
     assert read_report(report) == {
         "tests": {"passed": 3, "failed": 2, "skipped": 1},
-        "failed": ["test_some::test_wrong[1]", "test_some::test_without_its_fixture"],
+        "failed": ["test_some.py::test_wrong[1]", "test_some.py::test_without_its_fixture"],
         "files": {"test_other": {"passed": 1}, "test_some": {"passed": 2, "failed": 2, "skipped": 1}},
     }
 
@@ -50,4 +50,22 @@ def test_several_runs_add_up() -> None:
         "tests": {"passed": 5, "failed": 1},
         "failed": ["one::test"],
         "files": {"one": {"passed": 3, "failed": 1}, "two": {"passed": 2}},
+    }
+
+
+def test_what_was_run_again_counts_as_it_came_out_then() -> None:
+    first = {
+        "tests": {"passed": 2, "failed": 2},
+        "failed": ["one.py::test_a", "two.py::test_b"],
+        "files": {"one": {"passed": 2, "failed": 1}, "two": {"failed": 1}},
+    }
+    again = {
+        "tests": {"passed": 1, "failed": 1},
+        "failed": ["two.py::test_b"],
+        "files": {"one": {"passed": 1}, "two": {"failed": 1}},
+    }
+    assert replace_failed(first, again) == {
+        "tests": {"passed": 3, "failed": 1},
+        "failed": ["two.py::test_b"],
+        "files": {"one": {"passed": 3}, "two": {"failed": 1}},
     }
