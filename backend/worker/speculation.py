@@ -99,7 +99,7 @@ class Speculation:
         preparation = self._preparation
         times = self.begin_round()
         output = self._proposer.propose(requests)
-        if output.token_ids.device != self._device:
+        if output.token_ids.device.type != self._device.type:  # the host has drafted
             output = replace(output, token_ids=copy_to(output.token_ids.numpy(), self._device))
         drafted = [index for index, count in enumerate(output.num_tokens) if count]
         if not drafted:
