@@ -3,7 +3,7 @@
 The number with which a step is expected to yield most tokens per time, in the closed form of Leviathan et al. 2023 for one rate
 at every position:
 
-    speedup = (1 + accepted tokens of a round) / (1 + k (draft cost + verify cost))
+    speedup = (1 + accepted tokens of a round) / (1 + round cost + k (draft cost + verify cost))
 
 A tree is cut to its first k levels: each costs a draft, and each of its nodes a verification.
 
@@ -48,10 +48,12 @@ class DraftCost:
     Attributes:
         draft: of drafting it.
         device: "cpu" or "cuda".
+        round: of a round, however many tokens it drafts.
     """
 
     draft: float = 0.0
     device: str = "cpu"
+    round: float = 0.0
 
     def verify(self, batch_size: int) -> float:
         """Of verifying a token more for each of so many requests."""
@@ -85,17 +87,28 @@ class AdaptiveLength:
         """
         if not requests:
             return []
+        limits = self._worth(requests)
+        self._num_steps += 1
+        # For all in the same step: they share the passes of a draft model.
+        return [max(1, k) for k in limits] if self._num_steps % PROBE_STEPS == 0 else limits
+
+    def passes_over(self, requests: Sequence[Request]) -> bool:
+        """Whether a step in which these decode is one without drafts, which then counts as such."""
+        if (self._num_steps + 1) % PROBE_STEPS == 0 or (requests and any(self._worth(requests))):
+            return False
+        self._num_steps += 1
+        return True
+
+    def _worth(self, requests: Sequence[Request]) -> list[int]:
         places = [round(_rate_of(request) * _RESOLUTION) for request in requests]
         best = self._best_with(len(requests))
         limits = [best[place] for place in places]
         mean_length = sum(self._lengths[place][k] for place, k in zip(places, limits, strict=True)) / len(limits)
         drafting = self._cost.draft * max(limits)
         verifying = self._cost.verify(len(limits)) * sum(self._num_nodes[k] for k in limits) / len(limits)
-        if mean_length <= 1 + drafting + verifying:
+        if mean_length <= 1 + self._cost.round + drafting + verifying:
             limits = [0] * len(limits)
-        self._num_steps += 1
-        # For all in the same step: they share the passes of a draft model.
-        return [max(1, k) for k in limits] if self._num_steps % PROBE_STEPS == 0 else limits
+        return limits
 
     def pays_at_first(self) -> bool:
         """Whether a request that is alone is drafted for while nothing is known of it."""
@@ -109,7 +122,10 @@ class AdaptiveLength:
     def _best_with(self, batch_size: int) -> list[int]:
         if batch_size not in self._best:
             draft, verify = self._cost.draft, self._cost.verify(batch_size)
-            costs = [1 + draft * k + verify * num_nodes for k, num_nodes in enumerate(self._num_nodes)]
+            costs = [
+                1 + self._cost.round * (k > 0) + draft * k + verify * num_nodes
+                for k, num_nodes in enumerate(self._num_nodes)
+            ]
             self._best[batch_size] = [
                 max(range(len(of_rate)), key=lambda k, of_rate=of_rate: of_rate[k] / costs[k])
                 for of_rate in self._lengths

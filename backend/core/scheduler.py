@@ -110,6 +110,10 @@ class Scheduler:
         self._policy.fill(self, plan, decodes, prompts)
         return self._to_output(plan)
 
+    def may_run_ahead(self, last: SchedulerOutput) -> bool:
+        """Whether a step can be scheduled before the result of the last one is known."""
+        return True
+
     def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
         """Take in what the step computed; one entry per request that got a token or ended.
 

@@ -25,7 +25,10 @@ _BATCHINGS = {"continuous": ContinuousBatching, "static": StaticBatching}
 
 
 def make_scheduler(
-    config: EngineConfig, kv_groups: Sequence[KVGroupSpec], prefix_key: BlockHash | None = None, draft_cost: float = 0.0
+    config: EngineConfig,
+    kv_groups: Sequence[KVGroupSpec],
+    prefix_key: BlockHash | None = None,
+    draft_cost: DraftCost | None = None,
 ) -> Scheduler:
     """A scheduler and its pool.
 
@@ -33,7 +36,7 @@ def make_scheduler(
         config: fully resolved.
         kv_groups: shapes of the model's KV.
         prefix_key: of the prefix cache, see `KVCacheManager`; None when there is none. Only the paged layout has one.
-        draft_cost: of a drafted token, in steps of the target.
+        draft_cost: what speculation costs on this machine; None: a CPU's, of drafts that cost nothing.
 
     Raises:
         EngineError: `config` has gaps.
@@ -56,7 +59,7 @@ def make_scheduler(
     scheduler_class = RecomputeScheduler if cache.layout == "none" else Scheduler
     if config.speculative.method != "none":
         speculative = config.speculative
-        tree, cost = speculative.draft_tree, DraftCost(draft_cost, config.model.device)
+        tree, cost = speculative.draft_tree, draft_cost or DraftCost()
         most = tree.depth if tree else speculative.num_speculative_tokens
         num_nodes = tree.num_drafted_to if tree else None
         scheduler_class = partial(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from backend.config import EngineConfig
-from backend.core.draft_length import FIRST_RATE, PROBE_STEPS, AdaptiveLength, DraftCost
+from backend.core.draft_length import PROBE_STEPS, AdaptiveLength, DraftCost
 from backend.errors import ConfigError
 
 SYNTHETIC = "synthetic"  # of `speculative.method`
@@ -48,14 +48,14 @@ def refuse_synthetic(config: EngineConfig, what: str) -> None:
 
 
 def resolve_speculation(
-    resolved: EngineConfig, longest_draft: int | None = None, draft_cost: float = 0.0
+    resolved: EngineConfig, longest_draft: int | None = None, draft_cost: DraftCost | None = None
 ) -> tuple[EngineConfig, tuple[str, ...]]:
     """Turn off what speculation cannot do, and say where it is off itself; a sentence each.
 
     Args:
         resolved: the config, whose other fields are resolved already.
         longest_draft: tokens that the proposer can draft at most; None: any number.
-        draft_cost: of a drafted token, in steps of the target.
+        draft_cost: see `make_scheduler`.
     """
     settings, notices = resolved.speculative, []
     if settings.method == "none":
@@ -77,7 +77,7 @@ def resolve_speculation(
             "whatever the model says, and always as many are drafted. Times are real; the tokens mean nothing."
         )
     else:
-        notices.append(_where_it_loses(resolved, draft_cost))
+        notices.append(_where_it_loses(resolved, draft_cost or DraftCost()))
     if settings.method == "draft_model" and settings.model is None:
         notices.append(
             "drafts come from the target's first layers, which were not trained to predict tokens by themselves: few may be "
@@ -91,14 +91,13 @@ def resolve_speculation(
     return resolved, tuple(notices)
 
 
-def _where_it_loses(resolved: EngineConfig, draft_cost: float) -> str:
+def _where_it_loses(resolved: EngineConfig, cost: DraftCost) -> str:
     if not resolved.speculative.adaptive:
         return "speculation goes on where it loses: speculative.adaptive is off."
-    cost, most = DraftCost(draft_cost, resolved.model.device), resolved.scheduler.max_num_seqs
-    tree = resolved.speculative.draft_tree
+    most, tree = resolved.scheduler.max_num_seqs, resolved.speculative.draft_tree
     if tree is not None:
         length = AdaptiveLength(tree.depth, cost, tree.num_drafted_to)
-        whole = cost.draft * tree.depth + cost.verify(1) * tree.num_drafted
+        whole = cost.round + cost.draft * tree.depth + cost.verify(1) * tree.num_drafted
         begins = "" if length.pays_at_first() else " It begins switched off."
         return (
             f"speculation is off in steps in which it would lose (speculative.adaptive), and trees are cut to the levels that "
@@ -107,9 +106,14 @@ def _where_it_loses(resolved: EngineConfig, draft_cost: float) -> str:
         )
     alone = cost.token(1)
     with_all = f", {cost.token(most):.2f} with {most:,}" if most and most > 1 else ""
-    begins = "" if alone < FIRST_RATE else " It begins switched off."
+    length = AdaptiveLength(resolved.speculative.num_speculative_tokens, cost)
+    begins = "" if length.pays_at_first() else " It begins switched off."
+    each = f"a drafted token costs about {alone:.2f} plain steps with one request{with_all}"
+    if cost.round:
+        pays = f"a round {cost.round:.2f} plain steps more than such a step, and {each}."
+    else:
+        pays = f"{each}, and drafts pay that are accepted more often than that."
     return (
-        f"speculation is off in steps in which it would lose (speculative.adaptive): a drafted token costs about {alone:.2f} "
-        f"plain steps with one request{with_all}, and drafts pay that are accepted more often than that.{begins} One step in "
-        f"{PROBE_STEPS} drafts all the same, to see."
+        f"speculation is off in steps in which it would lose (speculative.adaptive): {pays}{begins} One step in {PROBE_STEPS} "
+        "drafts all the same, to see."
     )

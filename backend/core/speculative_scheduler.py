@@ -23,7 +23,7 @@ from backend.request import FinishReason, Request
 
 
 class SpeculativeScheduler(Scheduler):
-    """As `Scheduler`; a step needs the result of the one before, for a round tells how far its request has come.
+    """As `Scheduler`; a step needs the result of a round before it, which tells how far its request has come.
 
     Args:
         num_speculative_tokens: most drafts of a request in one step.
@@ -55,6 +55,14 @@ class SpeculativeScheduler(Scheduler):
         self._num_ahead = num_speculative_tokens - 1 if drafts_ahead else 0
         self._num_nodes = num_nodes
         self._num_kept_blocks: dict[str, int] = {}  # since the last step, of requests that gave some back
+
+    def may_run_ahead(self, last: SchedulerOutput) -> bool:
+        """As long as nobody drafts: of a request whose last token is under way nothing can be."""
+        if last.num_draft_tokens:
+            return False
+        if self._max_batch is not None and len(self.running) > self._max_batch:
+            return True
+        return self._length is not None and self._length.passes_over(self.running)
 
     def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
         if not scheduled.num_scheduled_tokens:
@@ -150,7 +158,9 @@ class SpeculativeScheduler(Scheduler):
         num_ahead = max(0, min(self._num_ahead, request.max_num_tokens - num_tokens - num_drafts))
         if num_drafts <= 0 or num_tokens + num_drafts + num_ahead <= request.num_slots:
             return max(0, num_drafts)
-        allocation = manager.allocate_slots(request, 1, num_drafts + num_ahead) if num_ahead and self._has_room() else None
+        allocation = (
+            manager.allocate_slots(request, 1, num_drafts + num_ahead) if num_ahead and self._has_room() else None
+        )
         if allocation is None:
             if num_tokens + num_drafts <= request.num_slots:
                 return num_drafts

@@ -3,7 +3,7 @@
 With asynchronous scheduling a step is scheduled and submitted before the result of the one before it is taken, so that the
 device has its next work when it finishes; all of the host's work then runs beside the device's. With speculation a step needs
 that result, which tells how many drafts were accepted: it is submitted right behind it, and what the one before yielded is
-delivered and recorded beside it.
+delivered and recorded beside it. As long as nobody drafts, steps follow each other as without speculation.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import deque
 from backend.config import EngineConfig
 from backend.core.block_events import BlockEvent
 from backend.core.block_hash import BlockHash
+from backend.core.draft_length import DraftCost
 from backend.core.kv_cache_manager import KVGroupSpec
 from backend.core.kv_layouts import length_limit
 from backend.core.scheduler_factory import make_scheduler
@@ -38,7 +39,7 @@ class LLMEngine:
     vocab_size: ids a prompt may hold.
     eos_token_ids: end a request unless it ignores them.
     prefix_key: of the prefix cache, see `KVCacheManager`; None when there is none.
-    draft_cost: of a drafted token, in steps of the model.
+    draft_cost: see `make_scheduler`.
 
     With SERVELAB_DEBUG in the environment when it is made, each step ends with a check of all KV blocks.
     """
@@ -52,7 +53,7 @@ class LLMEngine:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         prefix_key: BlockHash | None = None,
-        draft_cost: float = 0.0,
+        draft_cost: DraftCost | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = make_scheduler(config, kv_groups, prefix_key, draft_cost)
@@ -64,9 +65,8 @@ class LLMEngine:
         self._output_processor = (SpeculativeOutputProcessor if speculates else OutputProcessor)(tokenizer)
         self._recorder: StepRecorder | None = None  # of the sink, if there is one
         self._in_flight: deque[FlyingStep] = deque()
-        is_async = bool(config.scheduler.async_scheduling)
-        self._max_ahead = 1 if is_async and not speculates else 0  # steps in flight beside the one waited for
-        self._goes_on_early = is_async and speculates  # submits a step before the one before it is recorded
+        self._is_async = bool(config.scheduler.async_scheduling)
+        self._goes_on = self._is_async and speculates  # submits a step before the one before it is recorded
         self._checks_blocks = bool(os.environ.get("SERVELAB_DEBUG"))  # a look at all of them: too slow to measure with
 
     def check_request(self, token_ids: list[int], sampling: SamplingParams) -> None:
@@ -164,15 +164,20 @@ class LLMEngine:
 
         Raises `EngineError` when nothing can be scheduled, and in debug when KV blocks and their holders do not agree.
         """
-        if not self._goes_on_early or not self._in_flight:
+        if not self._in_flight or self._may_run_ahead():
             step = self._submit()
             if step is not None:
                 self._in_flight.append(step)
-                if len(self._in_flight) <= self._max_ahead:
+                if len(self._in_flight) == 1 and self._may_run_ahead():
                     return []
             elif not self._in_flight:
                 raise EngineError("no waiting request can be scheduled although the engine is idle")
-        return self._complete(self._in_flight.popleft(), self._goes_on_early)
+        step = self._in_flight.popleft()
+        return self._complete(step, self._goes_on and not self._in_flight)
+
+    def _may_run_ahead(self) -> bool:
+        """Whether a second step can be submitted before the result of the one in flight is taken."""
+        return self._is_async and self.scheduler.may_run_ahead(self._in_flight[0].scheduled)
 
     def drain(self) -> list[StreamEvent]:
         """Take the results of all steps in flight and start none; what they yielded."""

@@ -101,7 +101,7 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
         resolved, notices = _fit_to_pool(config, resolved, num_blocks, runner.kv_groups)
         resolved, layout_notices = resolve_layout(resolved)
         speculating = runner if isinstance(runner, SpeculativeModelRunner) else None
-        draft_cost = speculating.draft_cost if speculating else 0.0
+        draft_cost = speculating.cost if speculating else None
         longest_draft = speculating.longest_draft if speculating else None
         resolved, speculation_notices = resolve_speculation(resolved, longest_draft, draft_cost)
         assert resolved.model.max_model_len is not None

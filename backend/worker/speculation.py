@@ -49,13 +49,16 @@ class Speculation:
         self._sampler = sampler
         self._device = device
         self._preparation: StageClock | None = None
+        self._known: set[str] = set()  # requests that the proposer knows
 
     def update(self, scheduled: SchedulerOutput) -> None:
         """Tell the proposer who comes and goes."""
         for request_id in (*scheduled.finished_request_ids, *scheduled.preempted_request_ids):
             self._proposer.forget(request_id)
+            self._known.discard(request_id)
         for new in scheduled.new_requests:
             self._proposer.begin(new.request_id, new.token_ids, new.num_computed_tokens)
+            self._known.add(new.request_id)
 
     def follow(self, scheduled: SchedulerOutput) -> None:
         """Tell the proposer of prompts that are about to be computed, also again after a preemption."""
@@ -142,7 +145,7 @@ class Speculation:
 
     def watch(self, pending: PendingOutput) -> PendingOutput:
         """The same result, of which the proposer is told."""
-        return _Watched(pending, self._proposer)
+        return _Watched(pending, self._proposer, self._known)
 
 
 def padded_logits(logits: Tensor, num_draft_tokens: np.ndarray, k: int) -> Tensor:
@@ -159,9 +162,11 @@ def padded_logits(logits: Tensor, num_draft_tokens: np.ndarray, k: int) -> Tenso
 class _Watched:
     pending: PendingOutput
     proposer: Proposer
+    known: set[str]
 
     def result(self) -> ModelRunnerOutput:
         output = self.pending.result()
         for request_id, token_ids in output.sampled_token_ids.items():
-            self.proposer.extend(request_id, token_ids)
+            if request_id in self.known:  # and has not ended while its last step was under way
+                self.proposer.extend(request_id, token_ids)
         return output

@@ -20,10 +20,10 @@ def request_with(rate: float | None) -> Request:
     return request
 
 
-def expected_speedup(rate: float, k: int, draft: float, verify: float) -> float:
+def expected_speedup(rate: float, k: int, draft: float, verify: float, of_round: float = 0.0) -> float:
     """Leviathan et al. 2023, theorem 3.8, with a verification that is not free."""
     mean_accepted = sum(rate**n for n in range(1, k + 1))
-    return (1 + mean_accepted) / (1 + k * draft + k * verify)
+    return (1 + mean_accepted) / (1 + of_round * (k > 0) + k * draft + k * verify)
 
 
 def verify_cost(batch_size: int, slope: float, per_draft: float = 0.0) -> float:
@@ -49,16 +49,19 @@ def test_verifying_costs_what_the_tokens_add_to_a_step(
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.25, 0.5, 0.8, 0.95, 1.0])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("of_round", [0.0, 0.1, 1.1])
 def test_it_is_the_number_with_the_most_tokens_per_time(
-    device: str, rate: float, batch_size: int, draft: float
+    of_round: float, device: str, rate: float, batch_size: int, draft: float
 ) -> None:
     verify = verify_cost(batch_size, *{"cpu": (0.22, 0.0), "cuda": (0.005, 0.025)}[device])
-    limits = AdaptiveLength(7, DraftCost(draft, device)).limits([request_with(rate) for _ in range(batch_size)])
+    length = AdaptiveLength(7, DraftCost(draft, device, of_round))
+    limits = length.limits([request_with(rate) for _ in range(batch_size)])
     assert len(set(limits)) == 1
-    assert expected_speedup(rate, limits[0], draft, verify) == pytest.approx(
-        max(expected_speedup(rate, k, draft, verify) for k in range(8))
+    assert expected_speedup(rate, limits[0], draft, verify, of_round) == pytest.approx(
+        max(expected_speedup(rate, k, draft, verify, of_round) for k in range(8))
     )
-    assert bool(limits[0]) == (rate > draft + verify), "a draft pays that is accepted more often than it costs"
+    if not of_round:
+        assert bool(limits[0]) == (rate > draft + verify), "a draft pays that is accepted more often than it costs"
 
 
 def test_it_is_off_where_too_many_requests_decode() -> None:
@@ -129,3 +132,17 @@ def test_drafts_that_are_never_right_are_soon_left_out() -> None:
     always.add("a", prompt_of(5), max_tokens=100)
     assert always.run()["a"] == generate(prompt_of(5), 100)
     assert len(always.steps) < 30
+
+
+def test_steps_that_are_passed_over_are_those_that_would_have_no_drafts() -> None:
+    """Of two alike, one asked for limits and the other whether a step is passed over: the probes come at the same steps."""
+    rng, asked, skipping = random.Random(5), AdaptiveLength(5, DraftCost()), AdaptiveLength(5, DraftCost())
+    seen = set()
+    for _ in range(4 * PROBE_STEPS):
+        requests = [request_with(rng.choice([0.05, 0.05, 0.05, 0.6]))]
+        has_drafts = any(asked.limits(requests))
+        assert skipping.passes_over(requests) is not has_drafts
+        if has_drafts:
+            skipping.limits(requests)  # as a step does that comes then
+        seen.add(has_drafts)
+    assert seen == {False, True}

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from backend.config import EngineConfig
-from backend.core.draft_length import PROBE_STEPS
+from backend.core.draft_length import PROBE_STEPS, DraftCost
 from backend.core.speculation import resolve_speculation
 
 
-def notices(draft_cost: float = 0.0, **settings: Any) -> str:
+def notices(draft: float = 0.0, round_cost: float = 0.0, **settings: Any) -> str:
     dotted = {key.replace("__", "."): value for key, value in settings.items()}
     config = EngineConfig().with_overrides({"speculative.method": "ngram"} | dotted)
-    resolved, said = resolve_speculation(config.resolve(device="cpu", max_model_len=100), None, draft_cost)
+    resolved, said = resolve_speculation(
+        config.resolve(device="cpu", max_model_len=100), None, DraftCost(draft, "cpu", round_cost)
+    )
     assert resolved.speculative == config.speculative
     return " ".join(said)
 
@@ -38,6 +40,14 @@ def test_drafts_from_the_target_s_first_layers_begin_switched_off() -> None:
     assert "It begins switched off." in said
     assert "the target's first layers, which were not trained to predict tokens by themselves" in said
     assert "first layers" not in notices(0.2, speculative__method="draft_model", speculative__model="other")
+
+
+def test_what_a_round_costs_beside_its_tokens_is_told() -> None:
+    """With 1.1 plain steps more, the 2.3 tokens that a rate of 0.6 makes of five drafts are not worth 1 + 1.1 + 5 x 0.22."""
+    said = notices(round_cost=1.1)
+    assert "a round 1.10 plain steps more than such a step, and a drafted token costs about 0.22 plain steps" in said
+    assert "It begins switched off." in said
+    assert "switched off" not in notices(round_cost=0.05)
 
 
 def test_who_turns_that_off_is_told() -> None:

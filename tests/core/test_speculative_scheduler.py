@@ -64,7 +64,9 @@ def test_tokens_are_those_of_plain_decoding_with_windows_behind_the_drafts(name:
     assert bool(lab.machine.rounds) == (name not in ("a budget of one", "a budget of seven"))
 
 
-@pytest.mark.parametrize("name", ["blocks of four", "large blocks", "small pool", "swapping", "contiguous", "two groups"])
+@pytest.mark.parametrize(
+    "name", ["blocks of four", "large blocks", "small pool", "swapping", "contiguous", "two groups"]
+)
 def test_tokens_are_those_of_plain_decoding_with_the_next_draft_made_ahead(name: str) -> None:
     lab = SpeculativeLab(seed=2, drafts_ahead=True, **SETTINGS[name])
     for key, prompt in PROMPTS.items():

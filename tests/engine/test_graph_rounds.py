@@ -30,8 +30,9 @@ from backend.worker.round_graphs import RoundGraphs  # isort: skip  # once the k
 VOCABULARY = torch.arange(0, 512, 2)
 PROMPTS = {f"p{length}": random_ids(512, length, seed=length).tolist() for length in (1, 2, 15, 17, 40)}
 GREEDY: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
-SMALL: dict[str, Any] = {"model__max_model_len": 64, "scheduler__max_num_seqs": 5}
+SMALL: dict[str, Any] = {"model__max_model_len": 64, "scheduler__max_num_seqs": 5, "scheduler__async_scheduling": True}
 PLAIN_STEPS = "off while more than two decode"
+ADAPTIVE = "off where it loses"
 MATRIX: dict[str, dict[str, Any]] = {
     "as ever": {},
     "chunks": {"scheduler__max_num_batched_tokens": 16, "cache__block_size": 4},
@@ -39,10 +40,11 @@ MATRIX: dict[str, dict[str, Any]] = {
     "preempted": {"cache__num_blocks": 7, "scheduler__preemption": "recompute"},
     "swapped": {"cache__num_blocks": 7, "scheduler__preemption": "swap"},
     PLAIN_STEPS: {"speculative__max_batch": 2},
+    ADAPTIVE: {"speculative__adaptive": True},
     "drafts of three": {"speculative__num_speculative_tokens": 3},
 }
 
-OF_MEDUSA = ("as ever", "preempted", PLAIN_STEPS)
+OF_MEDUSA = ("as ever", "preempted", PLAIN_STEPS, ADAPTIVE)
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +100,8 @@ def test_heads_in_graphs(
         check_drafts(drafter, PROMPTS, collected, rounds[::3])
         if name in ("preempted", "swapped"):
             assert sum(answer.last.num_preemptions or 0 for answer in collected.values()) > 0
-    assert replays["decode_graphs" if name == PLAIN_STEPS else "round_graphs"] > 20
+    assert replays["decode_graphs" if name in (PLAIN_STEPS, ADAPTIVE) else "round_graphs"] > 20
+    assert name != ADAPTIVE or replays["round_graphs"]
     assert replays["observe_graphs"] >= replays["decode_graphs"] + replays["mixed_graphs"] > 0
 
 

@@ -367,12 +367,36 @@ def test_with_asynchronous_scheduling_a_round_is_under_way_before_the_last_one_i
         assert order.count("submit") == order.count("deliver")
 
 
+def test_as_long_as_nobody_drafts_steps_are_submitted_ahead(
+    host: EngineHost, tiny_llama: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts that are never right are left out before long, but for one step in so many; plain steps then fly in pairs."""
+    flying: list[int] = []
+    complete = LLMEngine._complete
+
+    def completed(engine: LLMEngine, *arguments: Any) -> Any:
+        flying.append(len(engine._in_flight))
+        return complete(engine, *arguments)
+
+    monkeypatch.setattr(LLMEngine, "_complete", completed)
+    options: dict[str, Any] = {"scheduler__async_scheduling": True, "speculative__adaptive": True}
+    longer = {key: [*expected[key], *dense_greedy(tiny_llama, [*PROMPTS[key], *expected[key]], 60)] for key in PROMPTS}
+    with scripted(host, tiny_llama, whole(PROMPTS, longer), in_turn((5, 0)), **options) as proposer:
+        collected = answers(host, PROMPTS, max_tokens=84, ignore_eos=True)
+        assert {key: answer.token_ids for key, answer in collected.items()} == longer
+    assert max(flying) == 1, "beside the one that is completed"
+    assert flying.count(1) > 40
+    assert sum(drafted > 0 for _, drafted, _ in proposer.drafted) > len(PROMPTS), "some steps try all the same"
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_aborts_in_the_middle_of_rounds_leave_the_others_alone(
-    host: EngineHost, tiny_llama: Path, expected: dict[str, list[int]], asynchronous: bool
+    host: EngineHost, tiny_llama: Path, expected: dict[str, list[int]], asynchronous: bool, adaptive: bool
 ) -> None:
     """Some are aborted at once, some after their first event, while the pool is too small for all."""
     options: dict[str, Any] = {"cache__num_blocks": 10, "scheduler__async_scheduling": asynchronous}
+    options["speculative__adaptive"] = adaptive
     with scripted(host, tiny_llama, whole(PROMPTS, expected), at_random(8), **options):
         for turn in range(6):
             with held(host):
