@@ -90,7 +90,7 @@ def _document(run: Run, results: Sequence[dict[str, Any]], store: bool) -> dict[
 def _print(results: Sequence[dict[str, Any]], out: TextIO) -> None:
     from app.quantization_texts import COLUMNS, value_text
     from backend.experiments.quantization_config import variant_name
-    from backend.experiments.quantization_results import EMULATED, columns
+    from backend.experiments.quantization_results import EMULATED, PEAK, columns
 
     names = columns(results)
     rows = [
@@ -101,4 +101,5 @@ def _print(results: Sequence[dict[str, Any]], out: TextIO) -> None:
     if rows:
         terminal.print_table(("Variant", *(COLUMNS[name][0] for name in names)), rows, "lr", out)
     if any(row["emulated"] for row in results):
-        terminal.note(f"no speed: {EMULATED[0].lower()}{EMULATED[1:]}")
+        missing = "no speed or peak memory" if PEAK in names else "no speed"
+        terminal.note(f"{missing}: {EMULATED[0].lower()}{EMULATED[1:]}")

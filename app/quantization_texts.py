@@ -31,7 +31,8 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "peak_memory_bytes": (
         "Peak memory",
         "The most that this process held while speeds were measured, the reference included: allocated on the GPU, or "
-        "resident on a CPU.",
+        "resident on a CPU. A variant whose products are emulated has none, as it has no speeds; what its weights take "
+        "stands under Weights.",
     ),
 }
 

@@ -18,11 +18,9 @@ from backend.experiments.kernel_graphs import DecodeStep
 Row = Mapping[str, Any]
 
 HEIGHT = 380
-# Okabe–Ito first, then what is left to tell apart on light and dark.
-OP_COLOURS = (
-    *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C7A00"),
-    *("#7F7F7F", "#8E5BD9", "#2BB3A3", "#B5651D", "#E377C2", "#5C8A3A", "#4C6A92"),
-)
+# Okabe–Ito, on light and dark.
+OP_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#8C7A00", "#D55E00")
+MAX_NAMED = 3  # ops whose names fit beside their points; more have a legend
 IMPLEMENTATIONS = {"launch": "Triton kernel", "reference": "torch reference"}
 ATTENTION_COLOURS = {
     "unfused": palette.BASELINE,
@@ -31,12 +29,18 @@ ATTENTION_COLOURS = {
     "paged reference": palette.DECODE,
 }
 _MARGIN = 2.5  # room around the points, as a factor
+_OTHERS = "others"
 
 
-def roofline(timings: Sequence[Row], *, read_gb_per_s: float, matmul_tflop_per_s: float) -> alt.LayerChart:
+def roofline(
+    timings: Sequence[Row], *, read_gb_per_s: float, matmul_tflop_per_s: float, coloured: Sequence[str] = ()
+) -> alt.LayerChart:
     """Each timing below the roof: what memory gives at its arithmetic intensity, or what matrix products reach.
 
     Timings without arithmetic have no place on a log axis and are left out.
+
+    Args:
+        coloured: ops that are told apart, no more than there are colours; the others are grey.
     """
     points = _roofline_points(timings)
     ridge = matmul_tflop_per_s * 1e3 / read_gb_per_s  # FLOP per byte
@@ -51,18 +55,24 @@ def roofline(timings: Sequence[Row], *, read_gb_per_s: float, matmul_tflop_per_s
     y_scale = alt.Scale(type="log", domain=[y_low, y_high], nice=False)
     x = alt.X("x:Q", scale=x_scale, title="FLOP per byte moved (log)", axis=_log_axis())
     y = alt.Y("y:Q", scale=y_scale, title="TFLOP/s (log)", axis=_log_axis())
-    ops = list(dict.fromkeys(points["op"]))
+    colours = dict(zip(coloured, OP_COLOURS, strict=False))
+    points["shown"] = points["op"].where(points["op"].isin(list(colours)), _OTHERS)
+    # Grey first, so that no point of an op that was asked for is hidden.
+    points = points.sort_values("shown", key=lambda shown: shown != _OTHERS, kind="stable")
+    has_names = len(colours) <= MAX_NAMED
+    colour = alt.Color(
+        "shown:N",
+        scale=alt.Scale(domain=[*colours, _OTHERS], range=[*colours.values(), palette.WAITING]),
+        legend=None if has_names else alt.Legend(title=None, orient="bottom", columns=2, symbolType="circle"),
+    )
+    place = {"x": alt.X("intensity:Q", scale=x_scale), "y": alt.Y("tflop_per_s:Q", scale=y_scale)}
     marks = (
         alt.Chart(points)
-        .mark_point(filled=True, size=90, opacity=0.9)
+        .mark_point(filled=True, size=90)
         .encode(
-            x=alt.X("intensity:Q", scale=x_scale, title="FLOP per byte moved (log)", axis=_log_axis()),
-            y=alt.Y("tflop_per_s:Q", scale=y_scale, title="TFLOP/s (log)", axis=_log_axis()),
-            color=alt.Color(
-                "op:N",
-                scale=alt.Scale(domain=ops, range=[OP_COLOURS[i % len(OP_COLOURS)] for i in range(len(ops))]),
-                legend=alt.Legend(title=None, orient="bottom", columns=3, symbolType="circle"),
-            ),
+            **place,
+            color=colour,
+            opacity=alt.condition(f"datum.shown === '{_OTHERS}'", alt.value(0.45), alt.value(0.95)),
             shape=alt.Shape(
                 "implementation:N",
                 scale=alt.Scale(domain=list(IMPLEMENTATIONS.values()), range=["circle", "diamond"]),
@@ -87,9 +97,9 @@ def roofline(timings: Sequence[Row], *, read_gb_per_s: float, matmul_tflop_per_s
     )
     line = alt.Chart(roof).mark_line(color=palette.BASELINE, strokeWidth=2, tooltip=None).encode(x=x, y=y)
     limits = f"{formatting.number(read_gb_per_s)} GB/s read, {formatting.number(matmul_tflop_per_s)} TFLOP/s matmul"
-    chart = alt.LayerChart(layer=[line, marks])
+    names = _names(points, place, colour, middle=math.sqrt(low * high)) if has_names else []
     return _titled(
-        chart,
+        alt.LayerChart(layer=[line, marks, *names]),
         "Roofline: speed over arithmetic intensity",
         subtitle=f"The line: {limits}",
     )
@@ -148,6 +158,23 @@ def _roofline_points(timings: Sequence[Row]) -> pd.DataFrame:
         if row["flops"] and row["bytes_moved"]
     ]
     return pd.DataFrame(rows, columns=[*columns, "implementation", "intensity"])
+
+
+def _names(points: pd.DataFrame, place: Mapping[str, Any], colour: alt.Color, *, middle: float) -> list[alt.Chart]:
+    """The coloured ops' names, each at its fastest point, on the side where there is room.
+
+    The highest stands above its point and the lowest below: names do not meet where points do.
+    """
+    named = points.query("shown != @_OTHERS").sort_values("tflop_per_s", ascending=False).drop_duplicates("op")
+    above = {1: [0], 2: [-12, 12], 3: [-12, 0, 12]}.get(len(named), [])
+    return [
+        alt.Chart(named.iloc[[rank]])
+        .mark_text(
+            align="right" if x > middle else "left", dx=-9 if x > middle else 9, dy=dy, fontSize=12, fontWeight=600
+        )
+        .encode(**place, text="op:N", color=colour)
+        for rank, (x, dy) in enumerate(zip(named["intensity"], above, strict=True))
+    ]
 
 
 def _domain(values: Sequence[float]) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import pandas as pd
 import streamlit as st
 
 from app import formatting
-from app.components import figures, kernel_charts, notes, palette, run_actions
+from app.components import figures, kernel_charts, kernel_tables, notes, palette, run_actions
 from app.components.kernel_form import ADDRESS, RUN
 from app.components.run_table import lab_text
 from app.services import Services
@@ -21,8 +21,8 @@ from db.run_rows import Run
 MAX_COMPARED = 4
 
 _WITH = "kernel-with"
+_COLOURED = "kernel-coloured"
 _MAX_LISTED = 200
-_SHORT_TABLE = 16
 
 
 def pick(services: Services) -> tuple[Run | None, list[Run]]:
@@ -58,23 +58,18 @@ def show(services: Services, run: Run, others: Sequence[Run]) -> None:
     timed = timings(results)
     if run.load:
         _figures(run, results)
+    checks = [row for row in results if row["experiment"] == "check"]
     if timed and run.load:
-        st.altair_chart(
-            kernel_charts.roofline(
-                timed,
-                read_gb_per_s=max(row["read_limit_gb_per_s"] for row in timed),
-                matmul_tflop_per_s=max(row["matmul_limit_tflop_per_s"] for row in timed),
-            ),
-            key="kernel-roofline",
-        )
-        if without := sorted({row["op"] for row in timed if not row["flops"]}):
-            st.caption(f"Without arithmetic, so not in the picture: {notes.plain(', '.join(without))}.")
+        _roofline(timed)
     if timed:
-        _table(timed)
-    elif checks := [row for row in results if row["experiment"] == "check"]:
-        _checks(checks)
+        kernel_tables.timings(timed)
+    elif checks:
+        kernel_tables.checks(checks)
     elif run.is_final and not any(row["experiment"] == "attention" for row in results):
         st.info("This run ended before it had a result.", icon=":material/speed:")
+    if timed and checks:
+        with st.expander(f"Checks of kernels ({len(checks)})"):
+            kernel_tables.checks(checks)
     if reasons := left_out([row for row in results if row["experiment"] == "bench"]):
         with st.expander(f"Left out on this machine ({len(reasons)} reasons)"):
             st.markdown("\n".join(f"- {notes.plain(reason)}" for reason in reasons))
@@ -126,69 +121,37 @@ def _figures(run: Run, results: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def _table(timed: Sequence[Any]) -> None:
-    rows = [
-        {
-            "Op": row["op"],
-            "Shape": row["shape"],
-            "Timed": kernel_charts.IMPLEMENTATIONS[row["implementation"]],
-            "p50 µs": _rounded(row["p50_us"]),
-            "p20..p80": f"{formatting.number(row['p20_us'])}..{formatting.number(row['p80_us'])}",
-            "GB/s": _rounded(row["gb_per_s"]),
-            "TFLOP/s": _rounded(row["tflop_per_s"]),
-            "Share of limit": row["share_of_limit"] * 100,
-            "Limit": row["limited_by"],
-            "Kernel's check": check_text(row),
-            "Max abs error": formatting.number(row["max_abs_error"]),
-        }
-        for row in timed
-    ]
-    column = st.column_config
-    st.dataframe(
-        pd.DataFrame(rows),
-        hide_index=True,
-        lazy=False,
-        height="content" if len(rows) <= _SHORT_TABLE else 600,
-        placeholder=formatting.NONE,
-        key="kernel-table",
-        column_config={
-            "Op": column.TextColumn(pinned=True),
-            "p50 µs": column.NumberColumn(format="localized", help="Median of the samples."),
-            "p20..p80": column.TextColumn(help="The middle 60 % of the samples, µs."),
-            "GB/s": column.NumberColumn(format="localized", help="Bytes that have to move / p50."),
-            "TFLOP/s": column.NumberColumn(format="%.3g", help="Arithmetic of the formula / p50."),
-            "Share of limit": column.ProgressColumn(
-                format="%.1f %%",
-                min_value=0,
-                max_value=100,
-                help="The larger of GB/s over the read limit and TFLOP/s over the matmul limit.",
-            ),
-            "Limit": column.TextColumn(help="Which of the two limits the share is of."),
-            "Kernel's check": column.TextColumn(help="Triton kernel against the torch reference, in this run."),
-        },
+def _roofline(timed: Sequence[Any]) -> None:
+    best: dict[str, float] = {}  # of each op with arithmetic, its largest share of a limit
+    for row in timed:
+        if row["flops"]:
+            best[row["op"]] = max(best.get(row["op"], 0.0), _share(row))
+    closest = sorted(best, key=lambda op: -best[op])
+    most = len(kernel_charts.OP_COLOURS)
+    state = st.session_state
+    if _COLOURED not in state or (state[_COLOURED] and not best.keys() & set(state[_COLOURED])):  # those of another run
+        state[_COLOURED] = list(best) if len(best) <= most else closest[: kernel_charts.MAX_NAMED]
+    state[_COLOURED] = [op for op in state[_COLOURED] if op in best]
+    coloured = st.multiselect(
+        "Ops in colour",
+        list(best),
+        key=_COLOURED,
+        max_selections=most,
+        placeholder="none",
+        help=f"The others are grey. At first all, or of more than {most} the {kernel_charts.MAX_NAMED} that come closest to a "
+        "limit. Hold the pointer over any point for its op.",
     )
-
-
-def _checks(checks: Sequence[Any]) -> None:
-    rows = [
-        {
-            "Op": row["op"],
-            "Shape": row["shape"],
-            "Kernel's check": check_text(row),
-            "Max abs error": formatting.number(row["max_abs_error"]),
-            "Max rel error": formatting.number(row["max_rel_error"]),
-        }
-        for row in checks
-    ]
-    st.dataframe(pd.DataFrame(rows), hide_index=True, lazy=False, height="content", key="kernel-checks")
-
-
-def check_text(row: Any) -> str:
-    """A check in words; "not checked" where the run has none for this op."""
-    if row["passed"] is None:
-        return "not checked"
-    where = ", interpreted" if row["interpreted"] else ""
-    return f"{'passed' if row['passed'] else 'FAILED'}{where}"
+    st.altair_chart(
+        kernel_charts.roofline(
+            timed,
+            read_gb_per_s=max(row["read_limit_gb_per_s"] for row in timed),
+            matmul_tflop_per_s=max(row["matmul_limit_tflop_per_s"] for row in timed),
+            coloured=coloured,
+        ),
+        key="kernel-roofline",
+    )
+    if without := sorted({row["op"] for row in timed if not row["flops"]}):
+        st.caption(f"Without arithmetic, so not in the picture: {notes.plain(', '.join(without))}.")
 
 
 def _compare(services: Services, runs: Sequence[Run]) -> None:
@@ -207,7 +170,7 @@ def _compare(services: Services, runs: Sequence[Run]) -> None:
     columns = ["Op", "Shape", "Dtype", "Timed", *headings]
     table = pd.DataFrame(texts, columns=columns)
     styled = table.style.apply(lambda _: pd.DataFrame(styles, columns=columns), axis=None)
-    height = "content" if len(compared) <= _SHORT_TABLE else 600
+    height = "content" if len(compared) <= kernel_tables.SHORT_TABLE else 600
     st.dataframe(styled, hide_index=True, lazy=False, height=height, key="kernel-compared")
     st.caption(
         "p50 in µs, and the baseline's time over the run's: ×2 is twice as fast. Grey: the spreads p20 to p80 overlap, "
@@ -293,7 +256,3 @@ def _versions(run: Run) -> str:
 
 def _share(row: dict[str, Any]) -> float:
     return row["share_of_limit"]
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.3g}")

@@ -124,7 +124,7 @@ def _what(run: Run, results: Sequence[Any]) -> str:
     ]
     sentence = "; ".join(parts) + "."
     if any(row["emulated"] for row in results):
-        sentence += " Where a speed is missing, products are emulated: hold the pointer over the dash."
+        sentence += " Where speeds and peak memory are missing, products are emulated: hold the pointer over the dash."
     return sentence
 
 

@@ -62,7 +62,7 @@ def table(runs: Sequence[Run]) -> pd.DataFrame:
             "output": _rounded(metric_value(run.summary, "output_throughput_tok_s")),
             "ttft": _rounded(metric_value(run.summary, "ttft_ms.p50")),
             "tpot": _rounded(metric_value(run.summary, "tpot_ms.p50")),
-            "duration": _rounded(metric_value(run.summary, "duration_s")),
+            "duration": _rounded(duration_s(run)),
             "model": run.model or None,
             "workload": asked_text(run),
             "created": run.created_at.astimezone(),
@@ -71,6 +71,15 @@ def table(runs: Sequence[Run]) -> pd.DataFrame:
         for run in runs
     ]
     return pd.DataFrame(rows)
+
+
+def duration_s(run: Run) -> float | None:
+    """Of a workload, the metric; a lab's run has no requests, and took from when its work began to its end."""
+    if run.kind == "serve":
+        return metric_value(run.summary, "duration_s")
+    if run.started_at is None or run.ended_at is None:
+        return None
+    return (run.ended_at - run.started_at).total_seconds()
 
 
 def asked_text(run: Run) -> str:
@@ -166,7 +175,12 @@ def _columns() -> dict[str, Any]:
         "output": config.NumberColumn("Output tok/s", format="localized", width=95),
         "ttft": config.NumberColumn("TTFT p50 ms", format="localized", width=95),
         "tpot": config.NumberColumn("TPOT p50 ms", format="localized", width=95),
-        "duration": config.NumberColumn("Duration s", format="localized", width=85),
+        "duration": config.NumberColumn(
+            "Duration s",
+            format="localized",
+            width=85,
+            help="From the first arrival to the last delivery; of a lab's run, from when its work began to its end.",
+        ),
         "note": config.TextColumn("Cause or notes", width=260),
     }
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from app import formatting
-from app.components import activity, links
+from app.components import activity, links, notes
 from app.services import Services
 from backend.metrics.environment import environment
 
@@ -36,7 +36,9 @@ def _status(services: Services, snapshot: LiveSnapshot | None) -> None:
     with st.container(gap="xsmall"):
         st.caption("Current run")
         if activity.is_active(snapshot):
-            links.detail_link(snapshot.run_id, f"#{snapshot.run_id} {activity.current_text(snapshot)}")
+            links.detail_link(snapshot.run_id, f"Run #{snapshot.run_id}")
+            # Not in the link, whose text is cut off at the sidebar's width.
+            st.caption(notes.plain(activity.current_text(snapshot)))
         else:
             st.caption("None. The next one starts on the Run page.")
 

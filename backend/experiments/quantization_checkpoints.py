@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from hashlib import blake2b
-from pathlib import Path
 from typing import cast
 
 from backend.errors import ConfigError
@@ -25,7 +23,8 @@ ProgressCallback = Callable[[int, int], None]  # layers done, layers in all
 def calibrated_checkpoint(source: ModelSource, variant: Variant, on_progress: ProgressCallback) -> ModelSource:
     """The folder that `servelab quantize` would make with this many windows of the text that ships for calibration.
 
-    Made on the first call; another process that makes the same is waited for.
+    Made on the first call; another process that makes the same is waited for. Layers of a call that was ended, by whatever
+    means, lie beside the folder's place, and the next call goes on behind them.
 
     Raises:
         ConfigError: the method does not fit the model, or the model has no files.
@@ -35,7 +34,7 @@ def calibrated_checkpoint(source: ModelSource, variant: Variant, on_progress: Pr
 
     from backend.models.model_config import load_decoder_config
     from backend.quantization.calibration import DEFAULT_TEXT, cut_windows, read_texts
-    from backend.quantization.quantize_model import VERSION, SavedMethod, grid_settings, quantize_model
+    from backend.quantization.quantize_model import VERSION, SavedMethod, fingerprint, grid_settings, quantize_model
     from backend.quantization.work_folder import WorkFolder
     from backend.tokenizer import load_tokenizer
 
@@ -48,22 +47,16 @@ def calibrated_checkpoint(source: ModelSource, variant: Variant, on_progress: Pr
     texts = read_texts(DEFAULT_TEXT)
     length = min(WINDOW_LENGTH, load_decoder_config(source.path).max_position_embeddings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    what = [VERSION, method, settings.to_dict(), _fingerprint(source.path), texts, NUM_WINDOWS, length, device.type]
+    what = [VERSION, method, settings.to_dict(), fingerprint(source), texts, NUM_WINDOWS, length, device.type]
     key = blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=6).hexdigest()
     name = f"{source.path.name}-{method}-{key}"
     output = models_home() / _FOLDER / name
     if not output.exists():
-        with building(name, lambda: on_progress(0, 1)) as folder:
+        # Only one process's turn is taken from `building`: the folder that it lends goes with whoever is killed.
+        with building(name, lambda: on_progress(0, 1)):
             if not output.exists():
                 token_ids = [id for text in texts for id in load_tokenizer(source).encode(text)]
                 windows = cut_windows(token_ids, NUM_WINDOWS, length, 0)
-                work = WorkFolder(folder / name, force=False)
+                work = WorkFolder(output, force=False)
                 quantize_model(source, method, settings, windows, work, device=device, on_progress=on_progress)
-                output.parent.mkdir(parents=True, exist_ok=True)
-                os.rename(work.output, output)
     return ModelSource(f"{source.name} in {method}", "folder", path=output)
-
-
-def _fingerprint(folder: Path) -> list[tuple[str, int, int]]:
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
-    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]

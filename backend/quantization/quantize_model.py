@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from backend.models.checkpoint import Checkpoint
 from backend.models.layer_quantizer import LayerQuantizer
 from backend.models.model_config import DecoderConfig, load_decoder_config
 from backend.models.sources import ModelSource
+from backend.models.store import read_manifest
 from backend.models.weight_slots import EMBEDDING, REDUNDANT_SUFFIX, layer_linears
 from backend.quantization.awq import AWQ
 from backend.quantization.base import PackedWeight
@@ -125,7 +126,7 @@ def quantize_model(
     scheme = scheme_of(chosen.settings)
     runner = LayerRunner(config, windows.shape[1], device)
     try:
-        work.open(_key(source.path, method, chosen.settings, windows, device))
+        work.open(_key(source, method, chosen.settings, windows, device))
         num_resumed = len(work.finished)
         with Checkpoint(source.path) as checkpoint:
             if num_resumed < config.num_layers:
@@ -146,6 +147,19 @@ def quantize_model(
         resumed_layers=num_resumed,
         notices=chosen.notices,
     )
+
+
+def fingerprint(source: ModelSource) -> list[Any]:
+    """Changes with what a model's files hold, as far as can be told without reading them. JSON-safe.
+
+    A model that was converted is known by what it was converted from: one that was pulled anew is the same.
+    """
+    assert source.path is not None
+    if source.revision is not None:
+        manifest = read_manifest(source.path)
+        return [manifest.gguf_sha256, manifest.format]
+    files = sorted(path for path in source.path.iterdir() if path.suffix in (".json", ".safetensors"))
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
 class _Run:
@@ -235,15 +249,14 @@ def _projections(config: DecoderConfig, paths: Sequence[str]) -> tuple[str, ...]
 
 
 def _key(
-    folder: Path, method: SavedMethod, settings: QuantizationSettings, windows: Tensor, device: torch.device
+    source: ModelSource, method: SavedMethod, settings: QuantizationSettings, windows: Tensor, device: torch.device
 ) -> str:
     """Changes with all that decides what is written."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
     what: Mapping[str, object] = {
         "version": VERSION,
         "method": method,
         "settings": settings.to_dict(),
-        "files": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files],
+        "files": fingerprint(source),
         "windows": [*windows.shape, blake2b(windows.numpy().tobytes()).hexdigest()],
         "device": device.type,
     }

@@ -51,7 +51,7 @@ def test_a_table_and_no_run(cli: Cli) -> None:
         "nf4",
     ]
     assert "Bits per weight" in out
-    assert "no speed: emulated" in err
+    assert "no speed or peak memory: emulated" in err
     assert err.splitlines()[-1].startswith("error: gptq: dummy:tiny has no files to make a checkpoint of by gptq")
     assert not any("%" in line for line in err.splitlines()), "one line for each variant where there is no terminal"
     with Services.open() as services:

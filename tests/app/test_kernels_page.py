@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 from streamlit.testing.v1 import AppTest
@@ -79,6 +82,39 @@ def test_a_run_shows_figures_roofline_and_table(services: FakeServices) -> None:
         assert said in text
 
 
+def test_of_many_ops_those_closest_to_a_limit_are_coloured_until_others_are_chosen(services: FakeServices) -> None:
+    names = [f"op{index}" for index in range(10)]
+    rows = [bench_result(name, p50_us=10.0 + index) for index, name in enumerate(names)]
+    add_kernel_run(services, [*rows, bench_result("copy", flops=0, p50_us=5.1)], experiments=["bench"])
+    add_kernel_run(services, [bench_result(name) for name in names[3:6]], experiments=["bench"])
+    app = page("kernels", run="1")
+    coloured = app.multiselect(key="kernel-coloured")
+    assert (coloured.value, coloured.options) == (names[:3], names)
+    coloured.set_value(["op9", "op4"]).run()
+    assert app.multiselect(key="kernel-coloured").value == ["op9", "op4"]
+    app.selectbox(key=RUN).set_value(2).run()
+    assert app.multiselect(key="kernel-coloured").value == ["op4"], "what this run has of those"
+    app.multiselect(key="kernel-coloured").set_value([]).run()
+    assert app.multiselect(key="kernel-coloured").value == []
+    assert page("kernels", run="2").multiselect(key="kernel-coloured").value == names[3:6], (
+        "all: there are colours enough"
+    )
+
+
+def test_checks_have_their_errors_in_a_table_of_their_own(services: FakeServices) -> None:
+    add_kernel_run(services)
+    assert table(page("kernels", run="1"), 1)["rms_norm"]["Max abs error"] == "0.00400"
+
+
+def test_which_implementation_is_timed_stands_where_both_are(services: FakeServices) -> None:
+    both = [bench_result("rms_norm"), bench_result("silu_and_mul", implementation="reference")]
+    add_kernel_run(services, both, experiments=["bench"])
+    rows = table(page("kernels", run="1"))
+    assert (rows["rms_norm"]["Timed"], rows["silu_and_mul"]["Timed"]) == ("kernel", "reference")
+    add_kernel_run(services, both[1:], experiments=["bench"])
+    assert "Timed" not in table(page("kernels", run="2"))["silu_and_mul"]
+
+
 def test_a_read_limit_that_was_measured_again_is_the_one_shown(services: FakeServices) -> None:
     faster = bench_result("silu_and_mul", p50_us=4.9, read_limit_gb_per_s=3100.0, share_of_limit=15e6 / 4.9e-6 / 3.1e12)
     add_kernel_run(services, [bench_result("rms_norm"), faster], experiments=["bench"])
@@ -99,7 +135,7 @@ def test_runs_are_compared_against_the_first_chosen(services: FakeServices) -> N
     add_kernel_run(services, label="before")
     add_kernel_run(services, [bench_result("rms_norm", p50_us=5.0)], label="after")
     app = page("kernels", run="2", **{"with": "1"})
-    (compared,) = app.dataframe[1].value.to_dict("records")
+    (compared,) = app.dataframe[-1].value.to_dict("records")
     assert list(compared.values()) == ["rms_norm", "decode", "bfloat16", "Triton kernel", "10.0", "5.00  (×2.00)"]
     assert "torch 2.11.0, triton 3.6.0, commit abc" in words(app)
     app = page("kernels", run="1", **{"with": "99,2"})
@@ -213,6 +249,33 @@ def test_the_roofline_has_a_roof_and_a_point_per_timing() -> None:
     assert low["y"] == pytest.approx(low["x"] * 3000e9 / 1e12)
     scales = [layer["encoding"][axis]["scale"]["type"] for layer in spec["layer"] for axis in "xy"]
     assert scales == ["log"] * 4
+
+
+def drawn(layer: dict[str, Any], datasets: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
+    """The colour of each op's points."""
+    scale = layer["encoding"]["color"]["scale"]
+    colours = dict(zip(scale["domain"], scale["range"], strict=True))
+    return {row["op"]: colours[row["shown"]] for row in datasets[layer["data"]["name"]]}
+
+
+@pytest.mark.parametrize("num_coloured", [2, 3, 7])
+def test_ops_that_are_asked_for_have_each_a_colour_of_their_own_and_a_name(num_coloured: int) -> None:
+    names = [f"op{index}" for index in range(30)]
+    rows = [bench_result(name, p50_us=time) for name in names for time in (10.0, 20.0)]
+    asked = names[5 : 5 + num_coloured]
+    spec = kernel_charts.roofline(rows, read_gb_per_s=3000.0, matmul_tflop_per_s=700.0, coloured=asked).to_dict()
+    _, points, *texts = spec["layer"]
+    colours = drawn(points, spec["datasets"])
+    assert len(colours) == 30
+    assert len({colours[name] for name in asked}) == num_coloured
+    (grey,) = {colours[name] for name in names if name not in asked}
+    assert grey not in {colours[name] for name in asked}
+    has_legend = points["encoding"]["color"]["legend"] is not None
+    labelled = [row["op"] for text in texts for row in spec["datasets"][text["data"]["name"]]]
+    assert has_legend == (num_coloured > 3)
+    assert labelled == ([] if has_legend else asked)
+    heights = [text["mark"]["dy"] for text in texts]
+    assert all(below - above >= 12 for above, below in pairwise(heights)), "at one place, and legible"
 
 
 def test_a_roofline_needs_no_points() -> None:

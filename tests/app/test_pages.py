@@ -140,6 +140,17 @@ def test_detail_without_a_run_it_can_show(stored: FakeServices, query: dict[str,
     assert said in words(page("detail", **query))
 
 
+def test_the_sidebar_says_what_the_current_run_does_where_it_is_not_cut_off(services: FakeServices) -> None:
+    """A link is cut off at the sidebar's width; a caption goes on in the next line."""
+    run_id = services.repository.create(EngineConfig().to_dict(), Workload().to_dict())
+    live = services.fake_queue.live_run = LiveRun(run_id)
+    live.on_phase(Phase("int4 g32 zero point: choosing codes 42%, variants done", 5, 13))
+    sidebar = page("history").sidebar
+    assert [link.label for link in sidebar.get("page_link")][-1] == f"Run #{run_id}"
+    captions = [caption.value.replace("\\", "") for caption in sidebar.caption]
+    assert "int4 g32 zero point: choosing codes 42%, variants done 5 of 13" in captions
+
+
 # Compare
 
 

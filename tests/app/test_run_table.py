@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from app.components.run_table import workload_text
+from app.components.run_table import duration_s, workload_text
 from backend.workload.spec import Workload
+from tests.app.kernel_runs import add_kernel_run
+from tests.app.quantization_runs import add_quantization_run
+from tests.app.stored_runs import TOKENS, FakeServices, add_run
 
 TRACE = {"kind": "trace", "file": "/data/azure.csv"}
 
@@ -54,3 +57,17 @@ def test_a_workload_stored_before_samples_and_priorities() -> None:
     stored = Workload().to_dict()
     del stored["priorities"], stored["sampling"]["n"]
     assert workload_text(stored) == workload_text(Workload().to_dict())
+
+
+def test_how_long_a_run_took(services: FakeServices) -> None:
+    """A lab's from its start to its end, as recorded; one that never began has taken no time that is known."""
+    lab = {"experiments": ["bench"], "ops": None, "dtype": None}
+    run_ids = [
+        add_run(services, step_s=0.05),
+        add_kernel_run(services),
+        add_quantization_run(services),
+        services.repository.create(lab, {}, kind="kernels"),
+        add_run(services, status="failed", error="boom"),
+    ]
+    durations = [duration_s(run) for run in services.repository.get_all(run_ids)]
+    assert durations == [pytest.approx(0.05 * TOKENS), 1.0, 90.0, None, None]

@@ -9,11 +9,14 @@ from typing import Any
 from app.services import Services
 from db.session import Database
 from tests.app.engine_runs import run_to_the_end
+from tests.app.kernel_runs import add_kernel_run, bench_result, check_result
 from tests.app.quantization_runs import add_quantization_run, emulated, failed, reference, result
 from tests.browser.large_pool import add_large_run
 from tests.helpers import make_tiny_llama
 
-STATIC, CONTINUOUS, TEXTS, LARGE, QUANTIZED, SHARED = range(1, 7)  # the newest is what a page shows without being asked
+STATIC, CONTINUOUS, TEXTS, LARGE, QUANTIZED, SHARED, KERNELS = range(
+    1, 8
+)  # the newest is what a page shows without being asked
 
 SLOTS = 6  # of the static and the continuous run, which are of the same requests
 _BATCHING = {
@@ -48,6 +51,12 @@ _TEXTS = {
 
 RESULTS = (reference(), result("int8"), emulated("nf4"), result("awq", layers=None), failed("gptq", "it has no files"))
 
+TIMED = [check_result("rms_norm")] + [
+    bench_result(op, shape, implementation=implementation)
+    for op, shape in (("rms_norm", "prefill 512 x 576"), ("paged_attention", "prefill 2048 at 2048, 32/8 x 128"))
+    for implementation in ("launch", "reference")
+]
+
 NUM_BLOCKS = 48  # of the run that shares prefixes: too few for it
 _SHARED = {
     "model.name": "dummy:tiny",
@@ -79,5 +88,6 @@ def store_runs(folder: Path) -> None:
             add_large_run(services.database),
             add_quantization_run(services, RESULTS, status="failed", error="gptq: it has no files"),
             run(_SHARED),
+            add_kernel_run(services, TIMED),
         ]
-    assert run_ids == [STATIC, CONTINUOUS, TEXTS, LARGE, QUANTIZED, SHARED]
+    assert run_ids == [STATIC, CONTINUOUS, TEXTS, LARGE, QUANTIZED, SHARED, KERNELS]

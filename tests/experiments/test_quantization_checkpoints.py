@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,32 +11,62 @@ import pytest
 
 from backend.experiments.quantization_checkpoints import calibrated_checkpoint
 from backend.experiments.quantization_config import parse_variant
-from backend.models.sources import resolve_source
+from backend.models.sources import ModelSource, resolve_source
+from backend.models.store import MANIFEST_NAME, Manifest
 from backend.quantization import quantize_model
 from tests.helpers import make_tiny_llama
 
 
-def test_a_change_of_what_quantize_writes_leaves_older_checkpoints_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Names of the checkpoints that were made, which are empty."""
     monkeypatch.setenv("SERVELAB_HOME", str(tmp_path / "home"))
-    made = []
+    names = []
 
     def write(source: Any, method: Any, settings: Any, windows: Any, work: Any, **options: Any) -> None:
         work.output.mkdir(parents=True)
-        made.append(work.output.name)
+        names.append(work.output.name)
 
     monkeypatch.setattr(quantize_model, "quantize_model", write)
+    return names
+
+
+def tiny(folder: Path) -> ModelSource:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
-    source = resolve_source(str(make_tiny_llama(tmp_path / "model", hidden_size=64, intermediate_size=96, **heads)))
-    variant = parse_variant("gptq:group_size=32")
+    return resolve_source(str(make_tiny_llama(folder, hidden_size=64, intermediate_size=96, **heads)))
 
-    def checkpoint() -> Path | None:
-        return calibrated_checkpoint(source, variant, lambda done, total: None).path
 
-    first, again = checkpoint(), checkpoint()
+def checkpoint(source: ModelSource) -> Path | None:
+    return calibrated_checkpoint(source, parse_variant("gptq:group_size=32"), lambda done, total: None).path
+
+
+def test_a_change_of_what_quantize_writes_leaves_older_checkpoints_behind(
+    tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny(tmp_path / "model")
+    first, again = checkpoint(source), checkpoint(source)
     assert first == again
     assert len(made) == 1
     monkeypatch.setattr(quantize_model, "VERSION", quantize_model.VERSION + 1)
-    assert checkpoint() not in (first, None)
+    assert checkpoint(source) not in (first, None)
     assert len(set(made)) == 2
+
+
+def test_a_model_that_is_fetched_anew_has_its_checkpoints_still(tmp_path: Path, made: list[str]) -> None:
+    """It is known by the file that it was converted from; a folder of somebody's own by its files' times."""
+    own = tiny(tmp_path / "model")
+    assert own.path is not None
+
+    def converted(sha256: str) -> ModelSource:
+        (tmp_path / "model" / "model.safetensors").touch()
+        manifest = Manifest("", None, "", sha256, 1, 1, {})
+        (tmp_path / "model" / MANIFEST_NAME).write_text(json.dumps(asdict(manifest)), encoding="utf-8")
+        return replace(own, revision=sha256[:12])
+
+    first, again, other = (checkpoint(converted(sha256)) for sha256 in ("a" * 64, "a" * 64, "a" * 63 + "b"))
+    assert first == again != other
+    unchanged = checkpoint(own)
+    assert unchanged == checkpoint(own)
+    (tmp_path / "model" / "model.safetensors").touch()
+    assert checkpoint(own) != unchanged
+    assert len(made) == len(set(made)) == 4

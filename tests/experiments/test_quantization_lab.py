@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,6 +23,7 @@ from backend.experiments.quantization_config import QuantizationLabConfig
 from backend.experiments.quantization_lab import DEFAULT_TEXT, LAYER_TOKENS, check_lab, run_lab
 from backend.metrics.stats import Phase, RunEnd, RunStart
 from backend.models.sources import resolve_source
+from backend.quantization.single_layer import SingleLayer
 from backend.tokenizer import load_tokenizer
 from tests.helpers import make_tiny_llama
 
@@ -216,6 +221,59 @@ def test_calibrated_checkpoints_are_made_once(tmp_path: Path, monkeypatch: pytes
     assert other["checkpoint"] not in (gptq["checkpoint"], awq["checkpoint"])
     with pytest.raises(ConfigError, match="is a quantized checkpoint; name the model that it was made of"):
         run(["int8"], model=gptq["checkpoint"])
+
+
+_KILLED = """
+import json, os, signal, sys, threading
+from backend.experiments import quantization_checkpoints
+from backend.experiments.quantization_config import QuantizationLabConfig
+from backend.experiments.quantization_lab import run_lab
+from tests.experiments.test_quantization_lab import Sink
+
+def die(phase):
+    if phase.name.startswith("awq") and "choosing codes 67%" in phase.name:  # two of three layers are written
+        os.kill(os.getpid(), signal.SIGKILL)
+
+quantization_checkpoints.NUM_WINDOWS, quantization_checkpoints.WINDOW_LENGTH = 2, 64
+run_lab(QuantizationLabConfig.from_dict(json.loads(sys.argv[1])), Sink(die), lambda result: None, threading.Event())
+"""
+
+
+def test_a_killed_run_leaves_its_checkpoints_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gptq is taken as it is, awq goes on behind its last layer, and what comes of it is what an undisturbed run makes."""
+    monkeypatch.setattr(quantization_checkpoints, "NUM_WINDOWS", 2)
+    monkeypatch.setattr(quantization_checkpoints, "WINDOW_LENGTH", 64)
+    model = str(make_tiny_llama(tmp_path / "model", **SHAPE))
+    variants = ["gptq:group_size=32", "awq:group_size=32"]
+    settings = {"model": model, "variants": variants, "max_tokens": TOKENS, "layers": False, "speed": False}
+    monkeypatch.setenv("SERVELAB_HOME", str(tmp_path / "home"))
+    killed = subprocess.run([sys.executable, "-c", _KILLED, json.dumps(settings)], cwd=Path(__file__).parents[2])
+    assert killed.returncode == -signal.SIGKILL
+    chosen: list[int] = []
+    load = SingleLayer.load
+
+    def counted(self: SingleLayer, index: int, read: Any) -> None:
+        chosen.append(index)
+        load(self, index, read)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SingleLayer, "load", counted)
+        sink = Sink()
+        end, (_, gptq, awq) = run(variants, sink, model=model, layers=False)
+    assert (end.status, end.error) == ("finished", None)
+    assert not any(phase.name.startswith("gptq") and "choosing codes" in phase.name for phase in sink.phases)
+    assert chosen == [2]
+    monkeypatch.setenv("SERVELAB_HOME", str(tmp_path / "undisturbed"))
+    _, (_, *whole) = run(variants, model=model, layers=False)
+    for resumed, expected in zip((gptq, awq), whole, strict=True):
+        assert contents(resumed["checkpoint"]) == contents(expected["checkpoint"])
+    assert sorted(path.name for path in (tmp_path / "home" / "models" / ".quantized").iterdir()) == sorted(
+        Path(row["checkpoint"]).name for row in (gptq, awq)
+    )
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def test_what_cannot_be_measured_is_said_before(tmp_path: Path) -> None:
