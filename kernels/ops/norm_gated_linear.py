@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.ops.code_launch import check_fused_product, fused_launch
 from kernels.ops.code_projection import project_codes
+from kernels.ops.fragment_projection import load_fragments
 from kernels.ops.gated_outputs import store_gated
 from kernels.ops.projection import Tiles, _split_halves, begin_early, project_halves
 from kernels.reference.code_grid import CodeGrid
@@ -54,6 +55,8 @@ def _norm_gated_linear_kernel(
     SHARES: tl.constexpr,
     AHEAD: tl.constexpr,
     ONCE: tl.constexpr,
+    FRAGMENTS: tl.constexpr = 0,  # a weight of codes has none
+    FRAGMENTS_ONCE: tl.constexpr = False,
 ):
     """BLOCK_N / 2 gate rows and the up rows that belong to them per program.
 
@@ -69,6 +72,19 @@ def _norm_gated_linear_kernel(
     column_mask = column < num_outputs
     first_token = tl.program_id(1) * BLOCK_M
     begin_early(weight_ptr, row, num_columns, stride_weight_row, SMALL, PDL)
+    fragments = load_fragments(
+        weight_ptr,
+        first_row,
+        num_outputs + first_row,
+        2 * num_outputs,
+        num_columns,
+        stride_weight_row,
+        EVEN_K,
+        BLOCK_N,
+        BLOCK_K,
+        FRAGMENTS,
+        FRAGMENTS_ONCE,
+    )
     if BIAS:
         gate_bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
         up_bias = tl.load(bias_ptr + num_outputs + column, mask=column_mask, other=0.0).to(tl.float32)
@@ -108,12 +124,14 @@ def _norm_gated_linear_kernel(
         if PDL:
             tl.extra.cuda.gdc_wait()
         gate, up = project_halves(
+            fragments,
             x_ptr,
             weight_ptr,
             square_sums_ptr,
             row,
             first_row,
             num_outputs + first_row,
+            2 * num_outputs,
             first_token,
             num_tokens,
             num_columns,
@@ -128,6 +146,8 @@ def _norm_gated_linear_kernel(
             BLOCK_K,
             BLOCK_PARTS,
             TMA,
+            FRAGMENTS,
+            FRAGMENTS_ONCE,
         )
     if BIAS:
         gate += gate_bias[None, :]

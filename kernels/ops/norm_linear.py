@@ -7,13 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.ops.box_projection import project_box
 from kernels.ops.checks import check_product, check_tensor
+from kernels.ops.fragment_projection import load_fragments, project_fragments
 from kernels.ops.projection import (
     Tiles,
     begin_early,
     default_tiles,
     product_launch,
-    project_box,
     project_rows,
 )
 from kernels.reference.deferred_norm import DeferredNorm
@@ -53,12 +54,17 @@ def _norm_linear_kernel(
     SMALL: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
+    FRAGMENTS_ONCE: tl.constexpr,
 ):
     """BLOCK_N outputs of BLOCK_M tokens per program; with TMA, `x_ptr` and `weight_ptr` are descriptors.
 
+    With FRAGMENTS, the number of its shares, the product is `project_fragments`.
+
     Grid: (cdiv(num_rows, BLOCK_N), cdiv(num_tokens, BLOCK_M)).
     """
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_row = tl.program_id(0) * BLOCK_N
+    row = first_row + tl.arange(0, BLOCK_N)
     row_mask = row < num_rows
     first_token = tl.program_id(1) * BLOCK_M
     # Rows past the end read the last one: what they give is not stored, and no load needs a mask for them.
@@ -67,6 +73,19 @@ def _norm_linear_kernel(
     mask = (token < num_tokens)[:, None] & row_mask[None, :]
     # What the sum needs at its end is asked for at its begin.
     begin_early(weight_ptr, weight_row, num_columns, stride_weight_row, SMALL, PDL)
+    fragments = load_fragments(
+        weight_ptr,
+        first_row,
+        first_row + BLOCK_N // 2,
+        num_rows,
+        num_columns,
+        stride_weight_row,
+        EVEN_K,
+        BLOCK_N,
+        BLOCK_K,
+        FRAGMENTS,
+        FRAGMENTS_ONCE,
+    )
     if BIAS:
         bias = tl.load(bias_ptr + weight_row).to(tl.float32)
     if NEXT_NORM:
@@ -77,8 +96,32 @@ def _norm_linear_kernel(
         residual_offset = token[:, None].to(tl.int64) * stride_residual_token + row[None, :]
         residual = tl.load(residual_ptr + residual_offset, mask=mask, other=0.0)
     if TMA:
-        first_row = tl.program_id(0) * BLOCK_N
         total = project_box(x_ptr, weight_ptr, first_row, first_token, num_columns, BLOCK_M, BLOCK_N, BLOCK_K)
+    elif FRAGMENTS > 0:
+        total = project_fragments(
+            fragments,
+            x_ptr,
+            weight_ptr,
+            square_sums_ptr,
+            first_row,
+            first_row + BLOCK_N // 2,
+            num_rows,
+            first_token,
+            num_tokens,
+            num_columns,
+            num_parts,
+            eps,
+            stride_x_token,
+            stride_weight_row,
+            stride_square_sums_token,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            BLOCK_PARTS,
+            FRAGMENTS,
+            FRAGMENTS_ONCE,
+        )
     else:
         total = project_rows(
             x_ptr,

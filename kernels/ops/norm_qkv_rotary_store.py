@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.ops.code_launch import check_fused_product, fused_launch
 from kernels.ops.code_projection import project_codes
+from kernels.ops.fragment_projection import load_fragments
 from kernels.ops.projection import Tiles, _split_halves, begin_early, project_halves
 from kernels.ops.qkv_outputs import check_heads, load_angles, rotate_and_store
 from kernels.reference.code_grid import CodeGrid
@@ -73,6 +74,8 @@ def _norm_qkv_rotary_store_kernel(
     SHARES: tl.constexpr,
     AHEAD: tl.constexpr,
     ONCE: tl.constexpr,
+    FRAGMENTS: tl.constexpr = 0,  # a weight of codes has none
+    FRAGMENTS_ONCE: tl.constexpr = False,
 ):
     """BLOCK_N / 2 rotation pairs (i, HEAD_DIM / 2 + i) of one head per program.
 
@@ -97,6 +100,19 @@ def _norm_qkv_rotary_store_kernel(
     # What the sum needs at its end is asked for at its begin.
     begin_early(weight_ptr, row, num_columns, stride_weight_row, SMALL, PDL)
     first_row = head * HEAD_DIM + first_pair
+    fragments = load_fragments(
+        weight_ptr,
+        first_row,
+        first_row + HALF_DIM,
+        (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM,
+        num_columns,
+        stride_weight_row,
+        EVEN_K,
+        BLOCK_N,
+        BLOCK_K,
+        FRAGMENTS,
+        FRAGMENTS_ONCE,
+    )
     if BIAS:
         left_bias = tl.load(bias_ptr + head * HEAD_DIM + pair, mask=pair_mask, other=0.0).to(tl.float32)
         right_bias = tl.load(bias_ptr + head * HEAD_DIM + HALF_DIM + pair, mask=pair_mask, other=0.0).to(tl.float32)
@@ -140,12 +156,14 @@ def _norm_qkv_rotary_store_kernel(
         if PDL:
             tl.extra.cuda.gdc_wait()
         left, right = project_halves(
+            fragments,
             x_ptr,
             weight_ptr,
             square_sums_ptr,
             row,
             first_row,
             first_row + HALF_DIM,
+            (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM,
             first_token,
             num_tokens,
             num_columns,
@@ -160,6 +178,8 @@ def _norm_qkv_rotary_store_kernel(
             BLOCK_K,
             BLOCK_PARTS,
             TMA,
+            FRAGMENTS,
+            FRAGMENTS_ONCE,
         )
     if BIAS:
         left += left_bias[None, :]

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.ops.box_projection import project_boxes
+from kernels.ops.fragment_projection import STEP, fragment_options, project_fragments
 from kernels.ops.pdl import prefetch_rows, supports_pdl
 
 # Of a weight whose reading is a matter of latency rather than of bandwidth.
@@ -29,6 +31,9 @@ class Tiles(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+    # Whether the product is `project_fragments`: of 8 or 16 tokens, with a share of the columns for each warp, of which
+    # `block_k` are in its registers at once. There are no stages then.
+    fragments: bool = False
 
 
 def default_tiles(num_tokens: int, num_rows: int, num_columns: int) -> Tiles:
@@ -66,7 +71,15 @@ def product_launch(
 ) -> ProductLaunch:
     """Args:
     box_rows: weight rows that a program's one or two boxes have, see `project_box`.
+    Raises ValueError: these tiles are none for fragments.
     """
+    cut = {"FRAGMENTS": 0, "FRAGMENTS_ONCE": False}
+    if tiles.fragments:
+        if tiles.block_m not in (8, 16) or tiles.block_n % 16 or tiles.block_k < STEP or tiles.block_k % STEP:
+            raise ValueError(
+                f"tiles are {tiles}; with fragments block_m is 8 or 16, block_n a multiple of 16 and block_k of {STEP}"
+            )
+        cut = fragment_options(x.shape[1], tiles.num_warps, tiles.block_k)
     tma = _uses_tma(x, weight, square_sums, tiles, box_rows)
     pdl = supports_pdl(x.device)
     num_parts = 0 if square_sums is None else square_sums.shape[1]
@@ -76,13 +89,14 @@ def product_launch(
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
         "BLOCK_PARTS": triton.next_power_of_2(num_parts) if num_parts else 0,
-        "SMALL": is_small(weight),
+        # A share that is asked for all at once needs no fetching ahead.
+        "SMALL": is_small(weight) and not cut["FRAGMENTS_ONCE"],
         "TMA": tma,
         "PDL": pdl,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
         "launch_pdl": pdl,
-    }
+    } | cut
     return ProductLaunch(
         _boxes_of(x, tiles.block_m, tiles.block_k) if tma else x,
         _boxes_of(weight, box_rows, tiles.block_k) if tma else weight,
@@ -99,6 +113,7 @@ def _uses_tma(x: Tensor, weight: Tensor, square_sums: Tensor | None, tiles: Tile
     """
     return (
         supports_tma(x.device)
+        and not tiles.fragments
         and tiles.block_m >= 16
         and box_rows >= MIN_BOX_ROWS
         and x.element_size() == 2
@@ -183,53 +198,6 @@ def project_rows(
 
 
 @triton.jit
-def project_box(
-    x_desc,
-    weight_desc,
-    first_row,
-    first_token,
-    num_columns,
-    BLOCK_M: tl.constexpr,
-    BOX_ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """As `project_rows` of rows that follow one another, through the copy engine: [BLOCK_M, BOX_ROWS].
-
-    The weight is the left operand, since the matrix unit takes 64 rows of that at least, and 8 columns of the other.
-    """
-    total = tl.zeros([BOX_ROWS, BLOCK_M], dtype=tl.float32)
-    for start in range(0, num_columns, BLOCK_K):
-        weight = weight_desc.load([first_row, start])
-        x = x_desc.load([first_token, start])
-        total = tl.dot(weight, tl.trans(x), total)
-    return tl.trans(total)
-
-
-@triton.jit
-def project_boxes(
-    x_desc,
-    weight_desc,
-    first_row,
-    second_row,
-    first_token,
-    num_columns,
-    BLOCK_M: tl.constexpr,
-    BOX_ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """`project_box` of two boxes against the same x: two times [BLOCK_M, BOX_ROWS]."""
-    first_total = tl.zeros([BOX_ROWS, BLOCK_M], dtype=tl.float32)
-    second_total = tl.zeros([BOX_ROWS, BLOCK_M], dtype=tl.float32)
-    for start in range(0, num_columns, BLOCK_K):
-        first = weight_desc.load([first_row, start])
-        second = weight_desc.load([second_row, start])
-        x = tl.trans(x_desc.load([first_token, start]))
-        first_total = tl.dot(first, x, first_total)
-        second_total = tl.dot(second, x, second_total)
-    return tl.trans(first_total), tl.trans(second_total)
-
-
-@triton.jit
 def _split_halves(total, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
     """[BLOCK_M, 2 * HALF] -> its left and right half."""
     return tl.split(tl.permute(tl.reshape(total, [BLOCK_M, 2, HALF]), [0, 2, 1]))
@@ -237,12 +205,14 @@ def _split_halves(total, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def project_halves(
+    fragments,
     x_ptr,
     weight_ptr,
     square_sums_ptr,
     weight_row,
     first_row,
     second_row,
+    num_rows,
     first_token,
     num_tokens,
     num_columns,
@@ -257,16 +227,45 @@ def project_halves(
     BLOCK_K: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     TMA: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
+    FRAGMENTS_ONCE: tl.constexpr,
 ):
     """`project_rows` of the BLOCK_N / 2 rows from `first_row` on, and of those from `second_row` on: two results.
 
-    With TMA `x_ptr` and `weight_ptr` are descriptors; without it `weight_row` names the rows, one half after the other.
+    With TMA `x_ptr` and `weight_ptr` are descriptors; without it `weight_row` names the rows, one half after the other. With
+    FRAGMENTS the product is `project_fragments`, which takes `fragments`.
     """
     HALF: tl.constexpr = BLOCK_N // 2
     if TMA:
         left, right = project_boxes(
             x_ptr, weight_ptr, first_row, second_row, first_token, num_columns, BLOCK_M, HALF, BLOCK_K
         )
+    elif FRAGMENTS > 0:
+        total = project_fragments(
+            fragments,
+            x_ptr,
+            weight_ptr,
+            square_sums_ptr,
+            first_row,
+            second_row,
+            num_rows,
+            first_token,
+            num_tokens,
+            num_columns,
+            num_parts,
+            eps,
+            stride_x_token,
+            stride_weight_row,
+            stride_square_sums_token,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            BLOCK_PARTS,
+            FRAGMENTS,
+            FRAGMENTS_ONCE,
+        )
+        left, right = _split_halves(total, BLOCK_M, HALF)
     else:
         total = project_rows(
             x_ptr,

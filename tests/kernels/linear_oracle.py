@@ -11,10 +11,17 @@ from torch import Tensor
 from kernels.ops.projection import Tiles
 from tests.kernels.oracle import KERNEL_DTYPES, GuardBands, bfloat16_with
 
-# One token per program, and a matrix unit's least; several programs of tokens and rows, and several steps over columns.
-TILES = [Tiles(1, 16, 64, 4, 2), Tiles(16, 16, 32, 4, 2), Tiles(32, 32, 64, 4, 2)]
+# One token per program, and a matrix unit's least; several programs of tokens and rows, and several steps over columns. Last
+# in fragments: of shares that are longer than what is loaded of them at once, and of some that are empty.
+TILES = [
+    Tiles(1, 16, 64, 4, 2),
+    Tiles(16, 16, 32, 4, 2),
+    Tiles(32, 32, 64, 4, 2),
+    Tiles(8, 16, 32, 2, 1, fragments=True),
+    Tiles(16, 32, 64, 4, 1, fragments=True),
+]
 # Several programs of tokens, or one that is filled in part: few, since the interpreter runs them one after another.
-SEVERAL_TOKENS = [(TILES[0], 3), (TILES[1], 17), (TILES[2], 17)]
+SEVERAL_TOKENS = [(TILES[0], 3), (TILES[1], 17), (TILES[2], 17), (TILES[3], 9), (TILES[4], 17)]
 # dtype, tiles, number of tokens.
 EVERY_CUT = [
     *((dtype, *cut) for dtype in KERNEL_DTYPES[:2] for cut in [(TILES[0], 1), (TILES[1], 5), *SEVERAL_TOKENS]),
