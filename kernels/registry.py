@@ -38,7 +38,9 @@ from kernels.specs import (
     silu_and_mul,
     silu_and_mul_quantize,
     store_kv_cache,
+    top_tokens,
     verify_greedy,
+    verify_tree,
 )
 
 REGISTRY: dict[str, KernelOp] = {
@@ -70,11 +72,13 @@ REGISTRY: dict[str, KernelOp] = {
         draft_positions,
         round_positions,
         greedy_tokens,
+        top_tokens,
         sample_tokens,
         record_tokens,
         compact_kv_cache,
         gather_round,
         verify_greedy,
+        verify_tree,
         settle_round,
     )
 }

@@ -99,6 +99,13 @@ class AdaptiveLength:
         self._num_steps += 1
         return True
 
+    def repeats(self, requests: Sequence[Request], limits: Sequence[int]) -> bool:
+        """Whether a step in which these decode has these limits, which then counts as such."""
+        if (self._num_steps + 1) % PROBE_STEPS == 0 or self._worth(requests) != list(limits):
+            return False
+        self._num_steps += 1
+        return True
+
     def _worth(self, requests: Sequence[Request]) -> list[int]:
         places = [round(_rate_of(request) * _RESOLUTION) for request in requests]
         best = self._best_with(len(requests))

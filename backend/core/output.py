@@ -62,6 +62,9 @@ class SchedulerOutput:
     num_draft_tokens: dict[str, int] | None = None
     # Of requests the worker knows: so many blocks of each KV group it has left; `new_block_ids` come behind those.
     num_kept_blocks: dict[str, int] | None = None
+    # The step is another round of the requests and the draft lengths of the round before it, whose result is not known yet:
+    # `num_computed_tokens` are the least there may be, and there are slots for the most.
+    continues: bool = False
 
     @property
     def total_num_scheduled_tokens(self) -> int:

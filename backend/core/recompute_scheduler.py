@@ -23,11 +23,11 @@ class RecomputeScheduler(Scheduler):
 
     keeps_blocks = False
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, behind: SchedulerOutput | None = None) -> SchedulerOutput:
         for request in self.running:
             if request.num_computed_tokens:
                 self._forget(request)
-        return super().schedule()
+        return super().schedule(behind)
 
     def schedule_decodes(self, plan: StepPlan, decodes: list[Request]) -> None:
         for request in sorted(decodes, key=self._policy.turn):

@@ -100,8 +100,11 @@ class Scheduler:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, behind: SchedulerOutput | None = None) -> SchedulerOutput:
         """Choose the next step's tokens and take blocks for them. A step that can only preempt has none.
+
+        Args:
+            behind: the last step, while its result is not known; then `may_run_ahead` has said that it need not be.
 
         An output with neither is no step and is not to be carried out: there is nothing to do before a result comes.
         """

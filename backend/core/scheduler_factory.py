@@ -16,7 +16,7 @@ from backend.core.policies import FirstComeFirstServed, PrefillFirst, Priority
 from backend.core.recompute_scheduler import RecomputeScheduler
 from backend.core.scheduler import Scheduler
 from backend.core.speculation import HEAD_METHODS
-from backend.core.speculative_scheduler import SpeculativeScheduler
+from backend.core.speculative_scheduler import MAX_TREE_REQS, SpeculativeScheduler
 from backend.core.swapping import SwappingKVCacheManager, num_host_blocks
 from backend.errors import EngineError
 
@@ -62,13 +62,16 @@ def make_scheduler(
         tree, cost = speculative.draft_tree, draft_cost or DraftCost()
         most = tree.depth if tree else speculative.num_speculative_tokens
         num_nodes = tree.num_drafted_to if tree else None
+        has_graphs, max_batch = not config.kernels.enforce_eager, speculative.max_batch
+        if tree and has_graphs and speculative.adaptive:
+            max_batch = min(max_batch or MAX_TREE_REQS, MAX_TREE_REQS)
         scheduler_class = partial(
             SpeculativeScheduler,
             num_speculative_tokens=most,
             length=AdaptiveLength(most, cost, num_nodes) if speculative.adaptive else None,
-            max_batch=speculative.max_batch,
+            max_batch=max_batch,
             num_window_tokens=speculative.num_window_tokens,
-            drafts_ahead=speculative.method in HEAD_METHODS and tree is None and not config.kernels.enforce_eager,
+            drafts_ahead=speculative.method in HEAD_METHODS and has_graphs,
             num_nodes=num_nodes,
         )
     return scheduler_class(

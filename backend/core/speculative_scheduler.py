@@ -8,11 +8,14 @@ worker drafts at most that many, verifies them in the same step and says which w
 over by what comes next, and is not hashed into the prefix cache. Blocks that only rejected drafts reached go back at once, but
 for those that the next draft will reach: where that is made before its round is scheduled, and while the pool has a block for
 everybody.
+
+Such a worker knows by itself how far a round has come. So the next one may be scheduled before its result is known, as plain
+steps are: of the same requests, with as many drafts, in slots for the most that may be accepted (`may_run_ahead`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from backend.core.draft_length import AdaptiveLength
@@ -20,6 +23,9 @@ from backend.core.output import ModelRunnerOutput, RequestOutput, SchedulerOutpu
 from backend.core.scheduler import Scheduler
 from backend.core.step_plan import StepPlan
 from backend.request import FinishReason, Request
+
+MAX_TREE_REQS = 16  # of a round of trees in graphs; others are launched op by op, which holds up everybody
+MAX_CONTINUED = 32  # requests of a round that the worker carries on by itself
 
 
 class SpeculativeScheduler(Scheduler):
@@ -52,14 +58,24 @@ class SpeculativeScheduler(Scheduler):
         self._max_batch = max_batch
         self._num_window_tokens = num_window_tokens
         # Of a draft behind one that is accepted whole, all but the last are written.
-        self._num_ahead = num_speculative_tokens - 1 if drafts_ahead else 0
+        self._num_ahead = num_speculative_tokens - 1 if drafts_ahead and num_nodes is None else 0
         self._num_nodes = num_nodes
+        # What is written of a tree that is drafted ahead has room in the slots of the tree before.
+        self._num_kept_nodes = num_nodes[-1] if drafts_ahead and num_nodes else 0
+        self._drafted: dict[str, int] = {}  # of each request's last round that is known
+        self._continued: dict[str, int] | None = (
+            None  # drafts of a round that the next step repeats, its result unknown
+        )
         self._num_kept_blocks: dict[str, int] = {}  # since the last step, of requests that gave some back
 
+    def schedule(self, behind: SchedulerOutput | None = None) -> SchedulerOutput:
+        self._continued = behind.num_draft_tokens if behind is not None else None
+        return super().schedule(behind)
+
     def may_run_ahead(self, last: SchedulerOutput) -> bool:
-        """As long as nobody drafts: of a request whose last token is under way nothing can be."""
+        """As long as nobody drafts, or everybody as in the last step: else a draft depends on what that accepts."""
         if last.num_draft_tokens:
-            return False
+            return self._may_continue(last.num_draft_tokens)
         if self._max_batch is not None and len(self.running) > self._max_batch:
             return True
         return self._length is not None and self._length.passes_over(self.running)
@@ -95,18 +111,60 @@ class SpeculativeScheduler(Scheduler):
             elif request_id in granted:
                 self._settle(request)
             num_draft_tokens, num_accepted = verified.get(request_id, (0, 0))
+            if reason is None:
+                self._drafted[request_id] = num_draft_tokens
             if num_draft_tokens and self._length is not None:
                 self._length.learn(request, num_draft_tokens, num_accepted)
             origins = _origins(num_draft_tokens, num_accepted)
             outputs.append(RequestOutput(request_id, new_token_ids, reason, None, origins, num_draft_tokens))
         return outputs
 
+    def _may_continue(self, counts: Mapping[str, int]) -> bool:
+        """Whether the round with these drafts can be repeated without its result."""
+        running, manager = self.running, self.kv_cache_manager
+        if (
+            not self._num_ahead
+            or self._num_nodes
+            or self.waiting
+            or len(running) > MAX_CONTINUED
+            or len(counts) != len(running)
+        ):
+            return False
+        num_missing = 0
+        for request in running:
+            count, params = counts.get(request.request_id, 0), request.sampling_params
+            # By a round that is known, the worker drafts what it may for the request, and accepts greedily.
+            if not count or self._drafted.get(request.request_id) != count or params.temperature > 0:
+                return False
+            if request.num_output_tokens < params.min_tokens:
+                return False
+            num_tokens = self._num_tokens_at_most(request, count)
+            if num_tokens + count >= request.max_num_tokens:
+                return False
+            num_slots = self._num_slots_at_most(request, count)
+            num_missing += max(0, -(-(num_slots - request.num_slots) // manager.block_size))
+        if sum(counts.values()) + len(counts) > self.max_num_batched_tokens:
+            return False
+        pool = manager.pool
+        if (num_missing + len(running)) * manager.num_groups > pool.num_free_blocks + pool.num_evictable_blocks:
+            return False
+        return self._length is None or self._length.repeats(running, [counts[it.request_id] for it in running])
+
+    def _num_tokens_at_most(self, request: Request, count: int) -> int:
+        """Of a request behind a round under way that verifies so many drafts: those it runs, and one more."""
+        return request.num_computed_tokens + count + 1
+
+    def _num_slots_at_most(self, request: Request, count: int) -> int:
+        """For as many drafts again behind such a round, and for the draft behind those."""
+        num_slots = self._num_tokens_at_most(request, count) + count + self._num_ahead
+        return min(num_slots, request.max_num_tokens)
+
     def _settle(self, request: Request) -> None:
         """After a round of a request that goes on."""
         if request.num_computed_tokens >= request.next_cache_at:
             self.kv_cache_manager.cache_blocks(request)
-        num_reached = 0
-        if self._num_ahead and self._has_room():
+        num_reached = 1 + self._num_kept_nodes if self._num_kept_nodes and self._has_room() else 0
+        if request.num_placeholder_tokens or (self._num_ahead and self._has_room()):
             num_reached = 1 + self._num_speculative_tokens + self._num_ahead
         num_kept = self.kv_cache_manager.give_back_lookahead(request, num_reached)
         if num_kept is not None:
@@ -120,10 +178,13 @@ class SpeculativeScheduler(Scheduler):
     def _finish(self, request: Request, reason: FinishReason) -> None:
         super()._finish(request, reason)
         self._num_kept_blocks.pop(request.request_id, None)
+        self._drafted.pop(request.request_id, None)
 
     def _to_output(self, plan: StepPlan) -> SchedulerOutput:
-        granted = self._grant_drafts(plan)
+        continued = self._continued
+        granted = self._repeat_drafts(plan, continued) if continued else self._grant_drafts(plan)
         output = super()._to_output(plan)
+        output.continues = bool(continued)
         if granted:
             output.num_draft_tokens = granted
         if self._num_kept_blocks and (plan.num_tokens or plan.preempted):
@@ -151,6 +212,18 @@ class SpeculativeScheduler(Scheduler):
                 plan.budget -= num_drafts
                 granted[request.request_id] = num_drafts
         return granted
+
+    def _repeat_drafts(self, plan: StepPlan, counts: dict[str, int]) -> dict[str, int]:
+        """As many for everybody as in the round before, with slots for the case that it accepts them all."""
+        for request in plan.num_tokens:
+            num_slots = self._num_slots_at_most(request, counts[request.request_id])
+            if num_slots > request.num_slots:
+                num_more = num_slots - request.num_computed_tokens
+                allocation = self.kv_cache_manager.allocate_slots(request, 1, num_more - 1)
+                if allocation is None:
+                    raise RuntimeError("the pool refused blocks that it had counted as free")
+                plan.add(request, 0, allocation.block_ids)
+        return counts
 
     def _reserve(self, plan: StepPlan, request: Request, num_drafts: int) -> int:
         """Take blocks for so many drafts behind the token of a request; for how many there is room."""

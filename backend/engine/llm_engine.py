@@ -190,7 +190,7 @@ class LLMEngine:
         """Hand the next step to the executor; None when none can be scheduled."""
         started = time.perf_counter()
         manager = self.scheduler.kv_cache_manager
-        scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule(self._in_flight[-1].scheduled if self._in_flight else None)
         if not scheduled.num_scheduled_tokens and not scheduled.preempted_request_ids:
             return None
         for new in scheduled.new_requests:
@@ -231,7 +231,8 @@ class LLMEngine:
         if self._checks_blocks:
             self._check_blocks()
         if recorder is not None:
-            recorder.record(step, rounds, events, result, submission, is_last=not self.has_unfinished_requests())
+            is_last = not self.has_unfinished_requests()
+            recorder.record(step, rounds, events, result, submission, self._in_flight, is_last)
         return events
 
     def _check_blocks(self) -> None:

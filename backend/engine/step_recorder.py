@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import compress
 
@@ -67,6 +67,7 @@ class StepRecorder:
         events: list[StreamEvent],
         result: float,
         submission: float,
+        following: Iterable[FlyingStep],
         is_last: bool,
     ) -> None:
         """A step has ended just now.
@@ -76,6 +77,7 @@ class StepRecorder:
             events: what it yielded.
             result: when that was known.
             submission: seconds since, for the step behind it.
+            following: steps in flight.
             is_last: nothing is to be done behind it.
         """
         scheduled = step.scheduled
@@ -83,6 +85,9 @@ class StepRecorder:
         num_rejected = 0
         if rounds is not None:
             num_tokens, num_rejected = self._take_rounds(step, *rounds, events)
+            for later in following:
+                if later.scheduled.continues:  # submitted before anybody knew
+                    _add_accepted(later, rounds[0])
         num_out, num_in = len(scheduled.swapped_out), len(scheduled.swapped_in)
         total = sum(num_tokens.values())
         if list(kinds).count("decode") == len(kinds):  # most steps
@@ -137,13 +142,20 @@ class StepRecorder:
         num_emitted = {event.request_id: len(event.token_ids) for event in events}
         self._emit(SPECULATION_KIND, self._speculation.append(self._step, rounds, positions, num_emitted))
         accepted = dict(zip(rounds.request_ids, rounds.num_accepted, strict=True))
-        if step.key_frame is not None:
-            in_blocks = step.key_frame.num_tokens
-            grown = {key: in_blocks[key] + count for key, count in accepted.items() if key in in_blocks}
-            step.key_frame = step.key_frame._replace(num_tokens={**in_blocks, **grown})
+        _add_accepted(step, rounds)
         num_tokens = {key: count + accepted.get(key, 0) for key, count in step.scheduled.num_scheduled_tokens.items()}
         return num_tokens, sum(rounds.num_verified) - sum(rounds.num_accepted)
 
     def _emit(self, kind: str, chunk: LedgerChunk | None) -> None:
         if chunk is not None:
             self._sink.on_chunk(kind, *chunk)
+
+
+def _add_accepted(step: FlyingStep, rounds: DraftRounds) -> None:
+    """Count accepted drafts among the tokens that a step's key frame has in blocks."""
+    if step.key_frame is None:
+        return
+    in_blocks = step.key_frame.num_tokens
+    accepted = zip(rounds.request_ids, rounds.num_accepted, strict=True)
+    grown = {key: in_blocks[key] + count for key, count in accepted if key in in_blocks}
+    step.key_frame = step.key_frame._replace(num_tokens={**in_blocks, **grown})

@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
 
 from backend.core.output import PendingOutput, SchedulerOutput
 from backend.spec_decode.proposer import DraftRequest
-from backend.worker.round_download import RoundDownload, num_round_bytes
+from backend.worker.round_download import RoundDownload, RoundTimes, num_round_bytes
 from backend.worker.round_graphs import RoundGraphs, RoundParts
 from backend.worker.speculation import Speculation
-from backend.worker.speculative_batch import SpeculativeInputBatch
+from backend.worker.speculative_batch import RoundInput, SpeculativeInputBatch
 from backend.worker.step_tensors import HostBuffers
+
+
+class GraphsOfRounds(Protocol):
+    """`RoundGraphs`, which says what each is, or `TreeGraphs`."""
+
+    longest: int
+
+    def fits(self, num_reqs: int) -> bool: ...
+
+    def num_slots_to_draft(self, num_tokens: int, count: int) -> int: ...
+
+    def start(self, step: RoundInput, buffers: HostBuffers, drafts: np.ndarray | None = None) -> int: ...
+
+    def draft(self) -> None: ...
+
+    def verify(self) -> tuple[Tensor, tuple[int, int]]: ...
+
+    def go_on(self) -> None: ...
 
 
 class GraphRounds:
@@ -25,7 +47,7 @@ class GraphRounds:
 
     def __init__(
         self,
-        graphs: RoundGraphs,
+        graphs: GraphsOfRounds,
         parts: RoundParts,
         speculation: Speculation,
         batch: SpeculativeInputBatch,
@@ -42,6 +64,7 @@ class GraphRounds:
         # What the last round has drafted for the next one: the slots of its requests, and how many tokens each.
         self._ahead: dict[str, int] = {}
         self._num_ahead = 0
+        self._last: RoundInput | None = None
 
     def takes(self, scheduled: SchedulerOutput) -> bool:
         """Whether a step can be such a round. To be asked when the batch knows of the step."""
@@ -79,26 +102,46 @@ class GraphRounds:
         if self._chain is not None and not self._are_drafted(requests, counts):
             self._graphs.draft()
         times.clock.mark()
+        return self._go_on(step, length, times)
+
+    def repeat(self) -> PendingOutput:
+        """Start the last round once more, behind all that it will have accepted: the device knows where that ends."""
+        assert self._last is not None
+        assert isinstance(self._graphs, RoundGraphs)
+        step, length = self._batch.repeat_round(self._last, self._graphs.longest), self._num_ahead
+        self._graphs.start_again(step, self._uploads)
+        times = self._speculation.begin_round()
+        times.clock.mark()
+        return self._go_on(step, length, times)
+
+    def _go_on(self, step: RoundInput, length: int, times: RoundTimes) -> PendingOutput:
+        """Verify a round that is drafted, and let the head draft the next one."""
         packed, shape = self._graphs.verify()
         num_draft_tokens = step.num_draft_tokens.tolist()
         buffer = self._downloads.next(num_round_bytes(*shape))
         download = RoundDownload(step.request_ids, num_draft_tokens, packed, shape, buffer, times, self._not_finite)
         if self._head is not None:
-            with speculation.preparing():
+            with self._speculation.preparing():
                 self._graphs.go_on()
                 self._head.observed()
             self._ahead = dict(zip(step.request_ids, step.tables.num_slots.tolist(), strict=True))
-            self._num_ahead = length
+            self._num_ahead, self._last = length, step
+        return self._told(download)
+
+    def _told(self, download: RoundDownload) -> PendingOutput:
+        """As the host is told of the round."""
         return download
 
     def forget(self) -> None:
         """Another kind of step comes between: what has been drafted for the next round is not what comes next."""
         self._ahead.clear()
+        self._last = None
 
     def _are_drafted(self, requests: Sequence[DraftRequest], counts: Sequence[int]) -> bool:
         """Whether the round before has left these drafts, each with a slot for all that it was drafted from."""
         return all(
-            count <= self._num_ahead and request.num_tokens + count - 2 <= self._ahead.get(request.request_id, 0)
+            count <= self._num_ahead
+            and self._graphs.num_slots_to_draft(request.num_tokens, count) <= self._ahead.get(request.request_id, 0)
             for request, count in zip(requests, counts, strict=True)
         )
 

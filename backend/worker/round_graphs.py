@@ -157,6 +157,10 @@ class RoundGraphs:
     def fits(self, num_reqs: int) -> bool:
         return num_reqs <= self._sizes[-1]
 
+    def num_slots_to_draft(self, num_tokens: int, count: int) -> int:
+        """That a request of so many tokens needs for a draft: of all but the last of it."""
+        return num_tokens + count - 2
+
     def start(self, step: RoundInput, buffers: HostBuffers, drafts: np.ndarray | None = None) -> int:
         """Upload a round, at least one request of which has drafts. Returns how many tokens its graphs draft.
 
@@ -166,18 +170,27 @@ class RoundGraphs:
         num_reqs, longest = len(step.rows), int(step.num_draft_tokens.max())
         size = next(size for size in self._sizes if size >= num_reqs)
         length = next(length for length in self._lengths if length >= longest)
-        graphs = self._round = self._graphs[size, length]
+        self._round = self._graphs[size, length]
         num_numbers = num_round_numbers(size, length)
         host = buffers.next(8 * num_numbers)
         write_round(host.numpy().view(np.int64), step, size, self._padding_row, drafts)
         self._inputs[:num_numbers].copy_(host.view(torch.int64), non_blocking=True)
-        if step.tables is not self._tables:
-            self._tables, entries = step.tables, step.tables.entries
-            host = buffers.next(entries.nbytes)
-            host.numpy()[:] = entries.reshape(-1).view(np.uint8)
-            remote = host.to(self._device, non_blocking=True).view(torch.int32).view(entries.shape)
-            graphs.block_tables[:, :num_reqs, : entries.shape[2]].copy_(remote)
+        self._upload_tables(step.tables, buffers)
         return length
+
+    def start_again(self, step: RoundInput, buffers: HostBuffers) -> None:
+        """Begin another round of the rows of the last one, with as many drafts, where that has left them."""
+        self._upload_tables(step.tables, buffers)
+
+    def _upload_tables(self, tables: RoundTables, buffers: HostBuffers) -> None:
+        if tables is self._tables:
+            return
+        assert self._round is not None
+        self._tables, entries = tables, tables.entries
+        host = buffers.next(entries.nbytes)
+        host.numpy()[:] = entries.reshape(-1).view(np.uint8)
+        remote = host.to(self._device, non_blocking=True).view(torch.int32).view(entries.shape)
+        self._round.block_tables[:, : entries.shape[1], : entries.shape[2]].copy_(remote)
 
     def draft(self) -> None:
         """Make the drafts of the round that was started."""
@@ -287,7 +300,9 @@ class RoundGraphs:
         output = parts.logits[:num_tokens]
         logits = parts.decoder.compute_logits(hidden.index_select(0, placed.places.view(-1)), output=output)
         packed, ids = ops.verify_greedy(logits, drafts, rows.counts)
-        following = ops.settle_round(ids, rows.rows, placed.starts, placed.sources, last_token_ids)
+        # For the next round, if that begins without the host.
+        lengths = rows.num_computed
+        following = ops.settle_round(ids, rows.rows, placed.starts, placed.sources, last_token_ids, lengths)
         return _Left(packed, states, *following, placed)
 
 

@@ -24,7 +24,7 @@ class RoundOps:
     round_positions: Callable[[Tensor, Tensor, Tensor, int, int], RoundPositions]
     gather_round: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     verify_greedy: Verify
-    settle_round: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    settle_round: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 REFERENCE_ROUND_OPS = RoundOps(round_positions, gather_round, verify_greedy, settle_round)

@@ -114,6 +114,12 @@ class SpeculativeInputBatch(InputBatch):
         granted = [place for place, request_id in enumerate(request_ids) if request_id in num_draft_tokens]
         return RoundInput(request_ids, rows, counts, granted, num_computed, self._round_tables)
 
+    def repeat_round(self, last: RoundInput, longest: int) -> RoundInput:
+        """The same requests and drafts again, where their blocks are now; nobody knows yet where they stand."""
+        if self._round_tables is None:
+            self._round_tables = self._make_round_tables(last.rows, last.request_ids, longest)
+        return replace(last, tables=self._round_tables)
+
     def _make_round_tables(self, rows: np.ndarray, request_ids: list[str], longest: int) -> RoundTables:
         num_blocks = np.array([self._states[request_id].num_blocks for request_id in request_ids], dtype=np.int64)
         # As far as the drafts behind a round reach, which has a slot for each of its own.

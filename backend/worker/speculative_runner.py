@@ -25,7 +25,7 @@ from backend.worker.round_download import RoundDownload, num_round_bytes, pack_r
 from backend.worker.round_ops import REFERENCE_ROUND_OPS, RoundOps, triton_round_ops, verify_with
 from backend.worker.speculation import Draft, Followers, Speculation
 from backend.worker.speculative_batch import SpeculativeInputBatch, Verification
-from backend.worker.step_tensors import to_device
+from backend.worker.step_tensors import HostBuffers, to_device
 from backend.worker.token_download import TokenDownload
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from backend.worker.graph_rounds import GraphRounds
     from backend.worker.graphs import GraphSet
     from backend.worker.mixed_graphs import MixedGraphs
+    from backend.worker.round_graphs import RoundParts
 
 
 class SpeculativeModelRunner(DraftModelRunner):
@@ -107,14 +108,12 @@ class SpeculativeModelRunner(DraftModelRunner):
         return round_rows(self._config.scheduler.max_num_seqs, self._max_num_drafts)
 
     def _more_graphs(self, decode: DecodeGraphs, mixed: MixedGraphs, logits: Tensor) -> Sequence[GraphSet]:
-        from backend.worker.graph_rounds import GraphRounds
-        from backend.worker.round_graphs import RoundGraphs, RoundParts
+        from backend.worker.round_graphs import RoundParts
 
         if not self._has_graph_rounds:
             return super()._more_graphs(decode, mixed, logits)
         batch, max_num_reqs = self._batch, self._config.scheduler.max_num_seqs
         assert isinstance(batch, SpeculativeInputBatch)
-        assert self._speculation is not None
         assert self._decoder is not None
         assert self._attention is not None
         assert max_num_reqs is not None
@@ -129,17 +128,35 @@ class SpeculativeModelRunner(DraftModelRunner):
             head=self._head_proposer,
             keep=self._keep,
         )
-        graphs = RoundGraphs(
+        self._rounds, graphs = self._make_rounds(
             parts,
-            num_speculative_tokens=self._max_num_drafts,
             max_num_reqs=max_num_reqs,
             max_model_len=batch.max_model_len,
             block_size=self._config.cache.block_size,
             num_groups=len(self.layer_groups),
         )
-        buffers = (self._uploads, self._downloads)
-        self._rounds = GraphRounds(graphs, parts, self._speculation, batch, *buffers, self._not_finite)
         return [graphs]
+
+    def _make_rounds(self, parts: RoundParts, **sizes: int) -> tuple[GraphRounds, GraphSet]:
+        """Rounds in graphs, and these.
+
+        Args:
+            sizes: of `RoundGraphs`.
+        """
+        from backend.worker.graph_rounds import GraphRounds
+        from backend.worker.round_graphs import RoundGraphs
+
+        graphs = RoundGraphs(parts, num_speculative_tokens=self._max_num_drafts, **sizes)
+        return GraphRounds(graphs, *self._round_parts(parts)), graphs
+
+    def _round_parts(
+        self, parts: RoundParts
+    ) -> tuple[RoundParts, Speculation, SpeculativeInputBatch, HostBuffers, HostBuffers, str]:
+        """What `GraphRounds` takes beside its graphs."""
+        batch = self._batch
+        assert isinstance(batch, SpeculativeInputBatch)
+        assert self._speculation is not None
+        return parts, self._speculation, batch, self._uploads, self._downloads, self._not_finite
 
     @property
     def _round_ops(self) -> RoundOps:
@@ -167,6 +184,9 @@ class SpeculativeModelRunner(DraftModelRunner):
                 self._rounds.forget()
             return speculation.watch(super()._run(batch, scheduled))
         batch.update(scheduled)
+        if scheduled.continues:
+            assert self._rounds is not None
+            return speculation.watch(self._rounds.repeat())
         if self._rounds is not None and self._rounds.takes(scheduled):
             pending = self._run_round(self._rounds, scheduled)
             if pending is not None:

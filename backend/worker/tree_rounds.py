@@ -30,6 +30,7 @@ class TreeRounds:
         self._tree = tree
         self._device = device
         self._sampler = TreeRejectionSampler(tree, device, ops)
+        self._depths = torch.arange(tree.depth, device=device)
         self._first_child = torch.tensor([children.start for children in tree.children], device=device)  # 0: a leaf
 
     def verify(self, logits: Tensor, draft: Draft, verification: Verification) -> VerifiedTree:
@@ -44,15 +45,18 @@ class TreeRounds:
         )
 
     def as_chain(
-        self, verified: VerifiedTree, draft: Draft, verification: Verification
+        self, verified: VerifiedTree, draft_token_ids: Tensor, num_draft_tokens: Tensor
     ) -> tuple[VerifiedRound, Tensor]:
-        """A round as `DraftRounds` tells it, and its drafts, int64 [num_rows, depth]; -1 behind those."""
+        """A round as `DraftRounds` tells it, and its drafts, int64 [num_rows, depth]; -1 behind those.
+
+        Args:
+            draft_token_ids: int64 [num_rows, num_drafted].
+            num_draft_tokens: int64 [num_rows].
+        """
         first_refused = self._first_child[verified.last_nodes]
-        counts = copy_to(verification.num_draft_tokens, self._device)
-        first_refused = first_refused.where((first_refused > 0) & (first_refused <= counts), NO_NODE)
-        depths = torch.arange(self._tree.depth, device=self._device)
+        first_refused = first_refused.where((first_refused > 0) & (first_refused <= num_draft_tokens), NO_NODE)
         nodes = verified.accepted_nodes
-        nodes = nodes.where(depths != verified.num_accepted[:, None], first_refused[:, None])
+        nodes = nodes.where(self._depths != verified.num_accepted[:, None], first_refused[:, None])
         is_there, places = nodes > 0, (nodes - 1).clamp(min=0)
 
         def along(values: Tensor) -> Tensor:
@@ -66,7 +70,7 @@ class TreeRounds:
             accept_probs=along(verified.accept_probs),
             finite=verified.finite,
         )
-        return chain, draft.output.token_ids.gather(1, places).where(is_there, NO_TOKEN)
+        return chain, draft_token_ids.gather(1, places).where(is_there, NO_TOKEN)
 
     def followers(self, verified: VerifiedTree) -> Followers:
         """What comes behind the root and each accepted node; of the others none does."""

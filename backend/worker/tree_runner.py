@@ -4,36 +4,40 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from backend.attention.compaction import KVCompaction
 from backend.core.output import PendingOutput
+from backend.core.speculative_scheduler import MAX_TREE_REQS
 from backend.sample.metadata import copy_to
 from backend.spec_decode.draft_tree import DraftTree
 from backend.spec_decode.draft_vocabulary import DraftVocabulary
 from backend.spec_decode.eagle import EagleDraft
 from backend.spec_decode.heads.medusa import MedusaHeads
-from backend.spec_decode.tree_drafting import TreeLayout
+from backend.spec_decode.tree_drafting import TopTokens, TreeLayout
 from backend.spec_decode.tree_proposers import EagleTreeProposer, MedusaTreeProposer
 from backend.worker.head_runner import HeadModelRunner
 from backend.worker.input_batch import StepInput
-from backend.worker.lookahead_runner import LAUNCH_COST
 from backend.worker.speculation import Draft
 from backend.worker.speculative_batch import SpeculativeInputBatch, Verification
 from backend.worker.step_tensors import to_device
 from backend.worker.tree_batch import with_trees
 from backend.worker.tree_rounds import PathDownload, TreeRounds
 
+if TYPE_CHECKING:
+    from backend.worker.graph_rounds import GraphRounds
+    from backend.worker.graphs import GraphSet
+    from backend.worker.round_graphs import RoundParts
+
 
 class TreeModelRunner(HeadModelRunner):
     """A round verifies all nodes in one pass, and moves the keys and values of the accepted ones to the slots behind the text.
 
-    Rounds are launched op by op: no graph has their mask. Plain steps and prompts have their graphs as ever.
+    Greedy rounds of few requests run in graphs, all others op by op.
     """
-
-    _has_graph_rounds = False
 
     def _let_go(self) -> None:
         super()._let_go()
@@ -47,18 +51,33 @@ class TreeModelRunner(HeadModelRunner):
         assert tree is not None
         return tree.cut(self._max_num_drafts)
 
-    @property
-    def draft_cost(self) -> float:
-        """Of a level of the tree; what a round takes longer than in a graph is shared out among them."""
-        assert self._decoder is not None
-        launches = LAUNCH_COST if self._decoder.launch_bound and not self._config.kernels.enforce_eager else 0.0
-        return super().draft_cost + launches / self.tree.depth
-
     def notices(self, max_model_len: int) -> tuple[str, ...]:
         notices = [f"drafts are trees of {self.tree.num_drafted} tokens, {self.tree.depth} of them in a row at most."]
-        if not self._config.kernels.enforce_eager:
-            notices.append("rounds of speculation run without CUDA graphs: those have no mask for a draft tree.")
+        speculative, most = self._config.speculative, self._config.scheduler.max_num_seqs
+        if not self._config.kernels.enforce_eager and most is not None and most > MAX_TREE_REQS:
+            effect = "off" if speculative.adaptive else "without CUDA graphs"
+            notices.append(f"speculation is {effect} in steps in which more than {MAX_TREE_REQS} requests decode.")
         return (*super().notices(max_model_len), *notices)
+
+    @property
+    def _num_logits(self) -> int:
+        from backend.worker.tree_graphs import tree_round_rows  # needs triton, which a CPU does without
+
+        assert self._config.scheduler.max_num_seqs is not None
+        return tree_round_rows(self._config.scheduler.max_num_seqs, self.tree)
+
+    def _make_rounds(self, parts: RoundParts, **sizes: int) -> tuple[GraphRounds, GraphSet]:
+        from backend.worker.tree_graphs import TreeGraphRounds, TreeGraphs, TreeParts
+
+        proposer = self._proposer
+        assert isinstance(proposer, EagleTreeProposer | MedusaTreeProposer)
+        assert self._compact is not None
+        if self._config.kernels.backend == "triton":
+            from kernels.ops.verify_tree import verify_tree  # needs triton, which a CPU does without
+        else:
+            from kernels.reference.verify_tree import verify_tree
+        graphs = TreeGraphs(parts, TreeParts(self.tree, proposer, verify_tree, self._compact), **sizes)
+        return TreeGraphRounds(graphs, *self._round_parts(parts)), graphs
 
     def initialize_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         super().initialize_kv_cache(num_blocks, max_model_len)
@@ -71,11 +90,21 @@ class TreeModelRunner(HeadModelRunner):
     ) -> MedusaTreeProposer:
         assert self._decoder is not None
         layout = TreeLayout.of(self.tree, self._device)
-        return MedusaTreeProposer(heads, vocabulary, self._decoder.final_hidden, embedding, states, layout)
+        final_hidden = self._decoder.final_hidden
+        return MedusaTreeProposer(heads, vocabulary, final_hidden, embedding, states, layout, self._top_tokens)
 
     def _propose_by_eagle(self, draft: EagleDraft, batch: SpeculativeInputBatch, states: Tensor) -> EagleTreeProposer:
         layout, block_size = TreeLayout.of(self.tree, self._device), self._config.cache.block_size
-        return EagleTreeProposer(draft, batch, states, layout, block_size, batch.max_model_len - 1)
+        last = batch.max_model_len - 1
+        return EagleTreeProposer(draft, batch, states, layout, block_size, last, self._top_tokens)
+
+    @property
+    def _top_tokens(self) -> TopTokens:
+        if self._config.kernels.backend == "triton":
+            from kernels.ops.top_tokens import top_tokens  # needs triton, which a CPU does without
+        else:
+            from kernels.reference.top_tokens import top_tokens
+        return top_tokens
 
     def _run_drafted(self, step: StepInput, draft: Draft, verification: Verification) -> Tensor:
         assert self._speculation is not None
@@ -95,7 +124,8 @@ class TreeModelRunner(HeadModelRunner):
         assert left is not None
         assert self._compact is not None
         verified = rounds.verify(logits, draft, verification)
-        chain, path = rounds.as_chain(verified, draft, verification)
+        there = copy_to(verification.num_draft_tokens, self._device)
+        chain, path = rounds.as_chain(verified, draft.output.token_ids, there)
         download = PathDownload(self._download(draft, verification, chain, path, others))
         self._verified(step, verification, rounds.followers(verified))
         counts = verification.num_draft_tokens + 1

@@ -64,14 +64,13 @@ def _round_positions_kernel(
     by_column = column[None, :] * num_rows + row[:, None]
     tl.store(pass_positions_ptr + by_column, position, mask=mask)
     tl.store(pass_seq_lens_ptr + by_column, tl.where(is_token, position + 1, 0).to(tl.int32), mask=mask)
+    entry_ptrs = block_tables_ptr + row.to(tl.int64)[:, None] * stride_tables_row + position // BLOCK_SIZE
     for group in range(num_groups):
-        # Tables of all requests there may be are far below 2^31 entries; the slots that they name are not.
-        entry_ptrs = block_tables_ptr + group * stride_tables_group + row[:, None] * stride_tables_row
-        entry_ptrs += position // BLOCK_SIZE
         block = tl.load(entry_ptrs, mask=mask & is_token, other=0).to(tl.int64)
         slot = tl.where(is_token, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
         tl.store(slot_mappings_ptr + group * num_rows * WIDTH + index, slot, mask=mask)
         tl.store(pass_slot_mappings_ptr + group * num_rows * WIDTH + by_column, slot, mask=mask)
+        entry_ptrs += stride_tables_group
 
 
 def round_positions(

@@ -21,6 +21,7 @@ def _settle_round_kernel(
     starts_ptr,
     sources_ptr,
     last_token_ids_ptr,
+    num_computed_ptr,
     num_rows,
     num_tokens,
     k,
@@ -41,15 +42,18 @@ def _settle_round_kernel(
     start = tl.load(starts_ptr + index, mask=is_row, other=0)
     tl.store(last_token_ids_ptr + row, last, mask=is_row)
     tl.store(last_indices_ptr + index, start + num_accepted, mask=is_row)
+    num_computed = tl.load(num_computed_ptr + index, mask=is_row, other=-1)
+    tl.store(num_computed_ptr + index, num_computed + num_accepted + 1, mask=num_computed >= 0)
 
 
 def settle_round(
-    ids: Tensor, rows: Tensor, starts: Tensor, sources: Tensor, last_token_ids: Tensor
+    ids: Tensor, rows: Tensor, starts: Tensor, sources: Tensor, last_token_ids: Tensor, num_computed: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Make the last token of each row of a round its last one in the batch, and say what follows each token of the step.
 
     `last_token_ids[rows[r]] = ids[r, num_accepted[r]]`, finite or not, for the next step may be under way already; and with
     `sources[t] = r * (k + 1) + j`, `next_token_ids[t] = ids[r, j]`, or 0 where nothing follows because a token was rejected.
+    `num_computed[r]` goes on by `num_accepted[r] + 1`, unless it is negative.
 
     Args:
         ids: int64 [num_rows, 2 * k + 3], contiguous, as `verify_greedy` leaves them
@@ -57,6 +61,7 @@ def settle_round(
         starts: int64 [num_rows], stride (1,), each row's first token in the step
         sources: int64 [num_tokens], stride (1,), the place of each token in the matrix of num_rows x (k + 1)
         last_token_ids: int64 [num_batch_rows], stride (1,); mutated
+        num_computed: int64 [num_rows], stride (1,), tokens before each row's last one; negative: there is no request; mutated
     Returns:
         next_token_ids int64 [num_tokens], and last_indices int64 [num_rows]: `starts + num_accepted`.
     Raises:
@@ -72,6 +77,7 @@ def settle_round(
     check_tensor("starts", starts, (num_rows,), torch.int64, ids.device)
     check_tensor("sources", sources, (None,), torch.int64, ids.device)
     check_tensor("last_token_ids", last_token_ids, (None,), torch.int64, ids.device)
+    check_tensor("num_computed", num_computed, (num_rows,), torch.int64, ids.device)
     num_tokens = sources.numel()
     next_token_ids = torch.empty((num_tokens,), dtype=torch.int64, device=ids.device)
     last_indices = torch.empty((num_rows,), dtype=torch.int64, device=ids.device)
@@ -84,6 +90,7 @@ def settle_round(
             starts,
             sources,
             last_token_ids,
+            num_computed,
             num_rows,
             num_tokens,
             (width - 3) // 2,

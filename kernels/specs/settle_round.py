@@ -37,16 +37,17 @@ def make_inputs(
         "starts": (counts + 1).cumsum(0) - counts - 1,
         "sources": round_sources(counts, k),
         "last_token_ids": random(128_256, num_batch_rows),
+        "num_computed": random(8192, num_rows) - 1,
     }
 
 
 def bytes_moved(inputs: Inputs) -> int:
-    """Per row its tokens, their number, where it stands and begins in, its last token and where that is out.
+    """Per row its tokens, their number, where it stands and begins in, its last token and where that is out, its length both.
 
     Per token its place in and what follows it out.
     """
     num_rows, width = inputs["ids"].shape
-    return 8 * num_rows * ((width - 1) // 2 + 1 + 2 + 2) + 16 * len(inputs["sources"])
+    return 8 * num_rows * ((width - 1) // 2 + 1 + 2 + 2 + 2) + 16 * len(inputs["sources"])
 
 
 def flops(inputs: Inputs) -> int:
@@ -62,5 +63,5 @@ OP = KernelOp(
     bytes_moved=bytes_moved,
     flops=flops,
     shapes=SHAPES,
-    mutates=frozenset({"last_token_ids"}),
+    mutates=frozenset({"last_token_ids", "num_computed"}),
 )

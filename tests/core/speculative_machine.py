@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,6 +26,11 @@ class SpeculativeMachine(PagedMachine):
                 for blocks in self.known[request_id].blocks:
                     assert num_blocks < len(blocks)
                     del blocks[num_blocks:]
+        if scheduled.continues:  # as a device does that has come further than the host knows
+            known = [len(self.known[key].token_ids) - 1 for key in scheduled.num_scheduled_tokens]
+            least = scheduled.num_computed_tokens
+            assert all(ours >= theirs for ours, theirs in zip(known, least, strict=True))
+            scheduled = replace(scheduled, num_computed_tokens=known)
         output = super().execute(scheduled)
         rows = []
         for request_id, granted in (scheduled.num_draft_tokens or {}).items():
@@ -119,6 +124,7 @@ class SpeculativeLab(Lab):
     lookahead: tuple[int, int] | None = None  # window and n-grams
     tree: bool = False
     drafts_ahead: bool = False  # each round ends with the draft of the next one
+    runs_ahead: bool = False  # steps are scheduled before the last result is taken, where the scheduler allows it
 
     def __post_init__(self) -> None:
         self.overrides = {
@@ -132,7 +138,7 @@ class SpeculativeLab(Lab):
             self.overrides |= {f"speculative.{name}": each for name, each in zip(names, self.lookahead, strict=True)}
             self.overrides["speculative.method"] = "lookahead"
         if self.tree:
-            self.overrides |= {"speculative.method": "eagle", "speculative.tree": True}
+            self.overrides |= {"speculative.method": "eagle", "speculative.tree": True, "kernels.enforce_eager": True}
         if self.drafts_ahead:
             self.overrides |= {"speculative.method": "eagle", "kernels.enforce_eager": False}
         super().__post_init__()
@@ -145,6 +151,18 @@ class SpeculativeLab(Lab):
         if self.tree:
             self.machine.tree = DEFAULT_TREES["eagle"].cut(self.num_speculative_tokens)
 
+    def step(self) -> list[RequestOutput]:
+        if not self.runs_ahead:
+            return super().step()
+        if not self.in_flight or self.scheduler.may_run_ahead(self.in_flight[0][0]):
+            scheduled = self.scheduler.schedule(self.in_flight[0][0] if self.in_flight else None)
+            self.manager.check_integrity()
+            if scheduled.num_scheduled_tokens or scheduled.preempted_request_ids:
+                self._carry_out(scheduled)
+            if len(self.in_flight) == 1 and self.machine.rng.random() < 0.5:
+                return []
+        return self.complete() if self.in_flight else []
+
     def complete(self) -> list[RequestOutput]:
         outputs = super().complete()
         for request in self.scheduler.running:
@@ -152,6 +170,10 @@ class SpeculativeLab(Lab):
             assert computed <= len(request.token_ids) - 1 or request.num_placeholder_tokens
             if self.layout == "paged":
                 num_reached = 2 * self.num_speculative_tokens if self.drafts_ahead else 0
+                if self.tree and self.drafts_ahead:
+                    num_reached = 1 + DEFAULT_TREES["eagle"].cut(self.num_speculative_tokens).num_drafted
+                if self.in_flight:  # slots for all that the round under way may accept
+                    num_reached += self.num_speculative_tokens + 1
                 most = -(-(computed + num_reached) // self.block_size)
                 least = -(-computed // self.block_size)
                 assert least <= len(blocks) <= most, "blocks that only rejected drafts reached go back at once"

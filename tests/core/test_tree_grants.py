@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from backend.core.draft_length import AdaptiveLength, DraftCost
+from backend.core.speculative_scheduler import MAX_TREE_REQS
 from backend.spec_decode.draft_tree import DEFAULT_TREES
 from tests.core.paged_machine import generate
 from tests.core.speculative_machine import SpeculativeLab
@@ -32,6 +33,35 @@ def test_tokens_are_those_of_plain_decoding(name: str, seed: int) -> None:
     assert bool(lab.machine.rounds) == (name != "a budget of one")
 
 
+@pytest.mark.parametrize("num_blocks", [200, 40])
+def test_blocks_of_a_tree_stay_for_the_next_one_that_is_drafted_ahead(num_blocks: int) -> None:
+    """As long as the pool has one for everybody: else they go back, and nobody is preempted for them."""
+    labs = [
+        SpeculativeLab(seed=3, tree=True, drafts_ahead=ahead, block_size=4, num_blocks=num_blocks, max_model_len=60)
+        for ahead in (False, True)
+    ]
+    for lab in labs:
+        requests = [lab.add(str(index), prompt_of(7, index), max_tokens=24) for index in range(4)]
+        assert lab.run() == {str(index): generate(prompt_of(7, index), 24) for index in range(4)}
+        assert [request.num_preemptions for request in requests] == [0] * 4, "40 blocks hold four requests of 31 tokens"
+    without, ahead = (sum(len(step.num_kept_blocks or {}) for step in lab.steps) for lab in labs)
+    assert ahead < without / 2 if num_blocks == 200 else without > 0
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_trees_are_off_where_graphs_do_not_take_them(adaptive: bool) -> None:
+    """Only where speculation may be off by itself."""
+    lab = SpeculativeLab(
+        tree=True, drafts_ahead=True, num_blocks=999, max_num_seqs=20, max_num_batched_tokens=600, adaptive=adaptive
+    )
+    for index in range(MAX_TREE_REQS + 1):
+        lab.add(str(index), prompt_of(5, index), max_tokens=6 + 20 * (index > 0))
+    lab.run()
+    rounds = [(len(step.num_scheduled_tokens), bool(step.num_draft_tokens)) for step in lab.steps[1:]]
+    assert {drafts for count, drafts in rounds if count > MAX_TREE_REQS} == {not adaptive}
+    assert adaptive or any(drafts for count, drafts in rounds if count <= MAX_TREE_REQS)
+
+
 def test_random_traffic() -> None:
     """Prompts that begin alike, over pools that are too small for all, stops anywhere on an accepted path."""
     for seed in range(25):
@@ -46,6 +76,7 @@ def test_random_traffic() -> None:
             num_speculative_tokens=rng.randint(1, 5),
             prefix_caching=rng.random() < 0.5,
             swap_blocks=rng.choice([0, 0, 20]),
+            drafts_ahead=seed % 2 == 0,
         )
         shared = prompt_of(lab.scheduler.max_model_len // 3, 5)
         expected = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from backend.spec_decode.heads.training_data import Conversation
 from backend.spec_decode.heads.unroll import DraftHead
 from backend.spec_decode.proposer import DraftOutput, DraftRequest
 from backend.spec_decode.tree_proposers import EagleTreeProposer
+from backend.worker.speculative_batch import RoundInput
 from tests.engine.driving import Answer, answers, config_of
 from tests.engine.test_engine_host import StepSink
+from tests.interpreter import interpret_without_cuda
 from tests.spec_decode.tiny_heads import (
     CPU,
     FEATURE_LAYERS,
@@ -112,16 +114,48 @@ def plant_paths(
     """Random EAGLE heads guess nothing: on the path to one of these nodes, in turn, the texts' own tokens stand for it."""
     propose = EagleTreeProposer.propose
 
+    def plant(nodes: Tensor, request_id: str, num_tokens: int) -> None:
+        end = ends[num_tokens % len(ends)]
+        path = [node for node in range(1, len(tree)) if tree.masks[end] >> node & 1]
+        for node, token_id in zip(path, texts[request_id][num_tokens:], strict=False):
+            nodes[node - 1] = token_id
+
     def planted(self: EagleTreeProposer, requests: Sequence[DraftRequest]) -> DraftOutput:
         output = propose(self, requests)
-        for row, it in enumerate(requests):
-            end = ends[it.num_tokens % len(ends)]
-            path = [node for node in range(1, len(tree)) if tree.masks[end] >> node & 1]
-            for node, token_id in zip(path, texts[it.request_id][it.num_tokens :], strict=False):
-                output.token_ids[row, node - 1] = token_id
+        for nodes, it in zip(output.token_ids, requests, strict=True):
+            plant(nodes, it.request_id, it.num_tokens)
         return output
 
+    def planted_in_graphs(request_id: str, num_tokens: int, count: int, nodes: Tensor) -> None:
+        plant(nodes, request_id, num_tokens)
+
     monkeypatch.setattr(EagleTreeProposer, "propose", planted)
+    before_verification(monkeypatch, planted_in_graphs)
+
+
+def before_verification(monkeypatch: pytest.MonkeyPatch, handle: Callable[[str, int, int, Tensor], None]) -> None:
+    """Gets, of each request with drafts in a round of `TreeGraphs`, how many tokens it has, how many nodes it may have, and all
+    of them, int64 [num_drafted], as they are about to be verified, perhaps with others in their place."""
+    interpret_without_cuda()
+    from backend.worker.tree_graphs import TreeGraphs
+
+    start, verify = TreeGraphs.start, TreeGraphs.verify
+    steps: list[RoundInput] = []
+
+    def started(self: TreeGraphs, step: RoundInput, *args: Any) -> int:
+        steps[:] = [step]
+        return start(self, step, *args)
+
+    def watched(self: TreeGraphs) -> tuple[Tensor, tuple[int, int]]:
+        step = steps[0]
+        rows = zip(step.request_ids, step.num_computed.tolist(), step.num_draft_tokens.tolist(), step.rows, strict=True)
+        for request_id, num_computed, count, row in rows:
+            if count:
+                handle(request_id, num_computed + 1, count, self.drafts[row])
+        return verify(self)
+
+    monkeypatch.setattr(TreeGraphs, "start", started)
+    monkeypatch.setattr(TreeGraphs, "verify", watched)
 
 
 class _Rounds(StepSink):

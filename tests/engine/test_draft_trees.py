@@ -21,6 +21,7 @@ from tests.engine.driving import Answer, answers, config_of, tokens
 from tests.engine.few_tokens import GREEDY, PROMPTS
 from tests.engine.heads import (
     answers_and_rounds,
+    before_verification,
     growing,
     load_drafter,
     num_accepted,
@@ -128,27 +129,30 @@ def test_plain_steps_between_are_read_in_graphs(
     few_tokens: Path,
     few_tokens_heads: dict[HeadKind, Path],
     few_tokens_greedy: dict[str, list[int]],
-    drafted: list[Drafted],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rounds are not: a request that is alone has trees, and as long as it is not there are none."""
+    """A request that is alone has trees, and as long as it is not there are none."""
     small = {"model__max_model_len": 128, "scheduler__max_num_seqs": 7, "speculative__max_batch": 1}
+    verified: list[Drafted] = []
+    before_verification(monkeypatch, lambda *each: verified.append((*each[:3], each[3].tolist())))
     with recorded_graphs() as replays:
         host = EngineHost()
         host.load(growing(few_tokens, "eagle", few_tokens_heads["eagle"], **small))
         collected, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
+        assert not verified
         alone, more = answers_and_rounds(host, {"p17": PROMPTS["p17"]}, **GREEDY)
         host.close()
     assert {key: answer.token_ids for key, answer in collected.items()} == few_tokens_greedy
     assert alone["p17"].token_ids == few_tokens_greedy["p17"]
     assert not rounds
     assert num_accepted(more) > 5
+    assert len(verified) == len(more)
     assert replays["observe_graphs"] > 20
-    assert replays["round_graphs"] == 0
     check_trees(
         load_drafter(few_tokens_heads["eagle"], few_tokens),
         {"p17": PROMPTS["p17"]},
         alone,
-        drafted[:3],
+        verified[:3],
         DEFAULT_TREES["eagle"],
     )
 

@@ -12,20 +12,23 @@ from typing import Any
 import pytest
 import torch
 
+from backend.core.scheduler_factory import make_scheduler
+from backend.engine import llm_engine
 from backend.engine.engine_host import EngineHost
 from backend.models.sources import resolve_source
 from backend.spec_decode.heads.head_config import HeadKind
 from backend.spec_decode.heads.target import DenseTarget
 from backend.worker.decoders import ReferenceDecoder
 from backend.worker.model_runner import ModelRunner
-from tests.engine.driving import answers, config_of, held, submit
+from tests.engine.driving import answers, check_idle, config_of, held, submit
 from tests.engine.heads import KINDS, answers_and_rounds, check_drafts, heading, load_drafter, random_head, save
 from tests.engine.speculating import at_random, scripted, whole
 from tests.helpers import dense_greedy, load_oracle, make_tiny_model
 from tests.spec_decode.tiny_heads import CPU, random_ids
 from tests.worker.recorded_graphs import recorded_graphs
 
-from backend.worker.round_graphs import RoundGraphs  # isort: skip  # once the kernels are the interpreter's
+from backend.worker.graph_rounds import GraphRounds  # isort: skip  # once the kernels are the interpreter's
+from backend.worker.round_graphs import RoundGraphs  # isort: skip
 
 VOCABULARY = torch.arange(0, 512, 2)
 PROMPTS = {f"p{length}": random_ids(512, length, seed=length).tolist() for length in (1, 2, 15, 17, 40)}
@@ -106,6 +109,41 @@ def test_heads_in_graphs(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_rounds_follow_each_other_without_the_host(
+    host: EngineHost,
+    tiny_llama: Path,
+    heads: dict[HeadKind, Path],
+    expected: dict[str, list[int]],
+    kind: HeadKind,
+    block_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As long as all go on alike. Beside others that end: at a stop id in the middle of what is under way, or by an abort."""
+    calls: Counter[str] = Counter()
+    for name in ("run", "repeat"):
+        monkeypatch.setattr(GraphRounds, name, _counted(getattr(GraphRounds, name), calls, name))
+    host.load(heading(tiny_llama, kind, heads[kind], **SMALL, cache__block_size=block_size))
+    for key, prompt in PROMPTS.items():
+        calls.clear()
+        assert answers(host, {key: prompt}, **GREEDY)[key].token_ids == expected[key]
+        assert calls["repeat"] > 3
+    for turn, stopped in enumerate(PROMPTS):
+        stop_id = expected[stopped][7]
+        with held(host):
+            going = {key: submit(host, f"{turn}-{key}", prompt, **GREEDY) for key, prompt in PROMPTS.items()}
+            sampling: dict[str, Any] = GREEDY | {"stop_token_ids": (stop_id,)}
+            ending = submit(host, f"{turn}-ending", PROMPTS[stopped], **sampling)
+        host.abort(f"{turn}-{list(PROMPTS)[turn - 1]}")
+        assert ending.finish_reason == "stop"
+        assert ending.token_ids == expected[stopped][: expected[stopped].index(stop_id)]
+        for key, answer in going.items():
+            assert answer.finish_reason == "length" or key == list(PROMPTS)[turn - 1]
+            assert answer.token_ids == expected[key][: len(answer.token_ids)]
+    check_idle(host)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_next_round_is_drafted_before_the_host_has_heard_of_this_one(
     host: EngineHost, tiny_llama: Path, heads: dict[HeadKind, Path], kind: HeadKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +205,7 @@ def test_sampled_requests_beside_greedy_ones_get_the_tokens_that_they_get_withou
     host.unload()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "capture_cuda_graphs", lambda *args: None)
+        patch.setattr(llm_engine, "make_scheduler", make_scheduler)
         host.load(heading(tiny_llama, kind, heads[kind], **SMALL))
     before = replays.copy()
     assert both() == with_graphs
@@ -217,6 +256,14 @@ def test_a_draft_near_the_end_of_its_model_s_context_is_made_without_graphs(
     answer = answers(host, {"a": prompt}, max_tokens=30, ignore_eos=True)["a"]
     assert answer.token_ids == dense_greedy(tiny_llama, prompt, 30)
     assert replays["round_graphs"] > 0
+
+
+def _counted(function: Any, calls: Counter[str], name: str) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    return counted
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:

@@ -110,9 +110,7 @@ def test_trees_give_the_tokens_of_plain_decoding(
     plain = tokens(gpu_host, prompts(), **GREEDY)
     texts, tree = {key: [*prompt, *plain[key]] for key, prompt in prompts().items()}, DEFAULT_TREES["eagle"]
     plant_paths(monkeypatch, tree, texts, (25, 8, 15, 3, 21))
-    info = gpu_host.load(heading(tiny_llama, "eagle", heads["eagle"], speculative__tree=True, **options))
-    has_graphs = not info.resolved_config.kernels.enforce_eager
-    assert any("without CUDA graphs" in notice for notice in info.notices) == has_graphs
+    gpu_host.load(heading(tiny_llama, "eagle", heads["eagle"], speculative__tree=True, **options))
     for _ in range(2):
         collected, rounds = answers_and_rounds(gpu_host, prompts(), **GREEDY)
         same = [collected[key].token_ids == plain[key] for key in plain]

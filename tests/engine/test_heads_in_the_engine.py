@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from backend.core.kv_groups import KVGroupSpec
 from backend.engine.engine_host import EngineHost
 from backend.errors import ConfigError, ModelError
+from backend.metrics.ledger_reader import LedgerReader
+from backend.metrics.pool_history import PoolHistory
 from backend.models.sources import resolve_source
 from backend.spec_decode.heads.head_config import HeadKind
 from backend.spec_decode.heads.target import DenseTarget
@@ -33,12 +36,16 @@ from tests.engine.heads import (
     save,
     trained_head,
 )
+from tests.engine.test_engine_host import StepSink
 from tests.engine.test_samples import samples, submit_samples
+from tests.engine.test_speculation import follow_pool
 from tests.engine.test_speculative_sampling import LENGTH, TEMPERATURE, TOP_K, chi_square, law_of, too_large
 from tests.engine.test_speculative_sampling import PROMPT as SAMPLED_PROMPT
 from tests.helpers import dense_greedy, load_oracle, make_tiny_llama, make_tiny_model
 from tests.spec_decode.tiny_heads import CPU, greedy_conversations
 from tests.worker.recorded_graphs import recorded_graphs
+
+from backend.worker.graph_rounds import GraphRounds  # isort: skip  # once the kernels are the interpreter's
 
 Heads = dict[tuple[HeadKind, str], Path]  # by kind, and "random" or "trained"
 
@@ -112,19 +119,66 @@ def test_tokens_are_those_of_plain_decoding_and_drafts_those_of_the_head_alone(
 
 @pytest.mark.parametrize(("kind", "block_size"), [("eagle", 1), ("eagle", 4), ("eagle", 16), ("medusa", 4)])
 def test_drafts_in_graphs_are_those_of_the_head_alone_where_many_are_accepted(
-    model: Path, heads: Heads, expected: dict[str, list[int]], kind: HeadKind, block_size: int
+    model: Path,
+    heads: Heads,
+    expected: dict[str, list[int]],
+    kind: HeadKind,
+    block_size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also those that are made of the round before, while their requests' blocks end here and there."""
+    """Also those that are made of the round before, while their requests' blocks end here and there, and those of rounds that
+    begin before the last one is known."""
     folder, small = heads[kind, "trained"], {"model__max_model_len": 128, "scheduler__max_num_seqs": 7}
+    num_repeated = count_repeats(monkeypatch)
     with recorded_graphs() as replays:
         host = EngineHost()
-        host.load(heading(model, kind, folder, cache__block_size=block_size, **small))
+        options: dict[str, Any] = {"cache__block_size": block_size, "scheduler__async_scheduling": True, **small}
+        host.load(heading(model, kind, folder, **options))
         collected, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
         host.close()
     assert {key: answer.token_ids for key, answer in collected.items()} == expected
     assert num_accepted(rounds) > 20
     check_drafts(load_drafter(folder, model), PROMPTS, collected, rounds)
     assert replays["round_graphs"] > 20
+    assert num_repeated() > 0
+
+
+def test_key_frames_of_rounds_that_begin_before_the_last_one_is_known_have_what_it_accepted(
+    model: Path, heads: Heads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens in blocks, step by step: with a key frame for every step as without any but the first."""
+    num_repeated = count_repeats(monkeypatch)
+    options: dict[str, Any] = {"cache__block_size": 4, "cache__num_blocks": 60, "model__max_model_len": 128}
+    seen = []
+    for key_frame_steps in (1, 1000):
+        monkeypatch.setattr("backend.engine.step_recorder.KEY_FRAME_STEPS", key_frame_steps)
+        sink = StepSink()
+        with recorded_graphs():
+            host = EngineHost()
+            host.load(heading(model, "eagle", heads["eagle", "trained"], scheduler__async_scheduling=True, **options))
+            host.set_sink(sink)  # type: ignore[arg-type]
+            answers(host, dict([next(iter(PROMPTS.items()))]), max_tokens=90, ignore_eos=True)
+            host.set_sink(None)
+            host.close()
+        follow_pool(sink, 60, 4)
+        chunks = [(data, first, last) for kind, data, first, last in sink.chunks if kind == "steps"]
+        # Read anew for each step, so that it is its own key frame that tells.
+        moments = [PoolHistory(LedgerReader(chunks), 4).at(step.step) for step in sink.steps]
+        seen.append([moment.num_tokens for moment in moments if moment is not None])
+    assert num_repeated() > 10
+    assert seen[0] == seen[1]
+
+
+def count_repeats(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many rounds have begun before the one before them was known."""
+    calls, repeat = [], GraphRounds.repeat
+
+    def counted(rounds: GraphRounds) -> Any:
+        calls.append(rounds)
+        return repeat(rounds)
+
+    monkeypatch.setattr(GraphRounds, "repeat", counted)
+    return lambda: len(calls)
 
 
 @pytest.mark.parametrize(

@@ -315,23 +315,28 @@ def test_the_ledger_of_a_speculating_run_tells_the_pool_at_every_step(
         collected = answers(host, PROMPTS, **GREEDY)
         host.set_sink(None)
     assert {key: answer.token_ids for key, answer in collected.items()} == expected
+    assert {"give_back", "preempt"} <= follow_pool(sink, 44, 4)
+
+
+def follow_pool(sink: StepSink, num_blocks: int, block_size: int) -> set[str]:
+    """Check what a run's ledger tells of the pool against its steps; the kinds of its events."""
     reader = LedgerReader([(data, first, last) for kind, data, first, last in sink.chunks if kind == "steps"])
-    history, pool, sums, kinds = PoolHistory(reader, 4), KVPool(44, (None,), 1), None, set()
+    history, pool, sums, kinds = PoolHistory(reader, block_size), KVPool(num_blocks, (None,), 1), None, set()
     for stats in sink.steps:
         moment = history.at(stats.step)
         assert moment is not None
         counts = (stats.num_referenced_blocks, stats.num_evictable_blocks, stats.num_free_blocks)
-        assert moment.blocks.counts(44) == counts
-        use = kv_use(moment.blocks, moment.num_tokens, 4, pool)
+        assert moment.blocks.counts(num_blocks) == counts
+        use = kv_use(moment.blocks, moment.num_tokens, block_size, pool)
         if sums is None:
-            sums = KVSums(moment, 4, pool)
+            sums = KVSums(moment, block_size, pool)
         else:
             sums.follow(moment.step)
         assert (sums.num_unused_slots, sums.num_reserved_slots) == (use.num_unused_slots, use.num_reserved_slots)
         for request_id, groups in moment.blocks.held.items():
-            assert moment.num_tokens[request_id] <= 4 * len(groups[0])
+            assert moment.num_tokens[request_id] <= block_size * len(groups[0])
         kinds |= {event.kind for event in moment.step.events}
-    assert {"give_back", "preempt"} <= kinds
+    return kinds
 
 
 def test_without_a_cache_it_is_refused(host: EngineHost, tiny_llama: Path) -> None:

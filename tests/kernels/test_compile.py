@@ -39,17 +39,22 @@ from kernels.ops import (
     round_positions,
     settle_round,
     store_kv_cache,
+    top_tokens,
     verify_greedy,
+    verify_tree,
 )
+from kernels.ops.fragment_projection import fragment_options
 from kernels.ops.projection import Tiles, default_tiles
 
 TYPES = {
     "*i64": "token_ids vocabulary starts counts last_indices positions slot_mapping rows sampled_token_ids outcome "
     "tree_mask source_slots target_slots addresses slot_words "
     "num_computed places slot_mappings pass_positions pass_slot_mappings "
-    "ids sources last_token_ids next_token_ids drafts draft_token_ids num_draft_tokens",
+    "ids sources last_token_ids next_token_ids drafts draft_token_ids num_draft_tokens "
+    "accepted_nodes last_nodes parents",
     "*i32": "block_table block_tables pass_seq_lens chunk_token_ids query_start_loc seq_lens arrivals words counters tree_starts",
-    "*fp32": "logits probs chunk_max chunk_sum cos_sin_cache square_sums next_square_sums partial partial_max partial_sum",
+    "*fp32": "logits probs chunk_max chunk_sum chunk_top cos_sin_cache square_sums next_square_sums "
+    "partial partial_max partial_sum",
     "*i1": "finite",
     "*fp16": "key_scales value_scales scales origins",
 }
@@ -61,7 +66,7 @@ HOPPER_SHARED_BYTES = 227 * 1024
 
 def shared_bytes(kernel, constants, num_warps=4, num_stages=2, without=(), boxes={}):
     # What is only asked for inside a kernel (a size, a flag of another version) need not be named here.
-    constants = {"PDL": False, "SMALL": not boxes, "TMA": bool(boxes)} | constants
+    constants = {"PDL": False, "FRAGMENTS": 0, "FRAGMENTS_ONCE": False, "SMALL": not boxes, "TMA": bool(boxes)} | constants
     if constants.get("FORMAT") is None:
         constants |= {"FORMAT": None, "key_scales_ptr": None, "value_scales_ptr": None}
     constants |= dict.fromkeys(without, None)
@@ -123,6 +128,12 @@ for kernel in (gather_round._gather_round_kernel, settle_round._settle_round_ker
 assert shared_bytes(verify_greedy._verify_chunk_kernel, {"BLOCK": 2048}) <= CONSUMER_SHARED_BYTES
 for sizes in ({"BLOCK_K": 2, "BLOCK_CHUNKS": 32}, {"BLOCK_K": 64, "BLOCK_CHUNKS": 128}):
     assert shared_bytes(verify_greedy._verify_row_kernel, sizes) <= CONSUMER_SHARED_BYTES
+for width in (1, 8):
+    sizes = {"WIDTH": width, "MAPPED": True, "BLOCK": 2048}
+    for kernel in (top_tokens._top_of_chunk_kernel, top_tokens._top_of_row_kernel):
+        assert shared_bytes(kernel, sizes) <= CONSUMER_SHARED_BYTES
+for sizes in ({"BLOCK_NODES": 2, "BLOCK_CHUNKS": 32}, {"BLOCK_NODES": 64, "BLOCK_CHUNKS": 128}):
+    assert shared_bytes(verify_tree._verify_tree_kernel, sizes) <= CONSUMER_SHARED_BYTES
 sizes = {"NUM_MOVES": 5, "BLOCK": compact_kv_cache.BLOCK}
 assert shared_bytes(compact_kv_cache._compact_kv_cache_kernel, sizes) == 0
 
@@ -225,6 +236,12 @@ for kernel, changes in (
     without = [name for flag, names in OPTIONAL.items() if not flags[flag] for name in names]
     without += ["origins_ptr"] if flags["ORIGIN"] == "none" else []
     assert shared_bytes(kernel, HEADS | flags | {"PDL": True}, 4, 1, without) <= CONSUMER_SHARED_BYTES
+for kernel, num_columns, some in zip(KERNELS, (576, 4096, 576), (EVERYTHING, NOTHING, EVERYTHING)):
+    options = fragment_options(num_columns, 4, 160)
+    flags = some | NO_CODES | options | {"PDL": True, "BLOCK_M": 8, "BLOCK_N": 16}
+    without = [name for flag, names in OPTIONAL.items() if not flags[flag] for name in names]
+    shared = shared_bytes(kernel, HEADS | flags, 4, options["num_stages"], without)
+    assert shared <= 4 * 16 * 8 * 4, (kernel, shared)  # room for the sums; a step of the weight would take twice as much
 print("compiled")
 """
 

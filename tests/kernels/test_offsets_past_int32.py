@@ -28,7 +28,7 @@ SMALL = {"square_sums", "block_table", ("key_cache", 1), ("value_cache", 1)}
 # A number or two for each weight row or block, taken contiguous: a launcher refuses other strides. So are whole caches.
 BYTE_OPS = ("fp8_linear", "int8_linear", "byte_gated_linear", "byte_qkv_rotary_store")
 NF4_OPS = ("nf4_linear", "nf4_gated_linear", "nf4_qkv_rotary_store")
-DENSE = {("compact_kv_cache", "caches"), *((name, "scales") for name in BYTE_OPS)}
+DENSE = {("compact_kv_cache", "caches"), ("settle_round", "ids"), *((name, "scales") for name in BYTE_OPS)}
 DENSE |= {(name, numbers) for name in NF4_OPS for numbers in ("steps", "means")}
 
 

@@ -58,13 +58,16 @@ def test_a_round_leaves_its_last_tokens_and_what_follows(
     for row, into, count in zip(ids, before["rows"].tolist(), accepted, strict=True):
         latest[into] = row[count]
     assert inputs["last_token_ids"].tolist() == latest
+    lengths = before["num_computed"].tolist()
+    moved = [length + count + 1 if length >= 0 else length for length, count in zip(lengths, accepted, strict=True)]
+    assert inputs["num_computed"].tolist() == moved
     assert (next_token_ids.dtype, last_indices.dtype) == (torch.int64, torch.int64)
     places = [divmod(place, k + 1) for place in before["sources"].tolist()]
     assert next_token_ids.tolist() == [ids[row][j] if j <= accepted[row] else 0 for row, j in places]
     starts = before["starts"].tolist()
     assert last_indices.tolist() == [start + count for start, count in zip(starts, accepted, strict=True)]
     bands.assert_untouched()
-    assert all(torch.equal(inputs[name], value) for name, value in before.items() if name != "last_token_ids")
+    assert all(torch.equal(inputs[name], value) for name, value in before.items() if name not in SETTLE.mutates)
 
 
 @pytest.mark.parametrize("which", IMPLEMENTATIONS)
@@ -78,11 +81,13 @@ def test_padding_shares_a_row_and_is_in_nobodys_way(which: str, device: torch.de
         "starts": torch.tensor([0, 3, 0, 0], device=device),
         "sources": torch.tensor([0, 1, 2, 3, 4] + [0] * 7, device=device),
         "last_token_ids": last_token_ids,
+        "num_computed": (num_computed := torch.tensor([17, 0, -1, -1], device=device)),
     }
     next_token_ids, last_indices = call(SETTLE, which, inputs)
     assert next_token_ids.tolist()[:5] == [5, 6, 0, 7, 0]
     assert last_indices.tolist() == [1, 3, 0, 0]
     assert last_token_ids.tolist() == [7, 41, 6, 3]
+    assert num_computed.tolist() == [19, 1, -1, -1]
 
 
 @pytest.mark.parametrize("op", [GATHER, SETTLE], ids=lambda op: op.name)
@@ -111,8 +116,8 @@ def test_bytes_are_what_goes_in_and_comes_out() -> None:
     # Numbers of rows, last tokens and drafts; drafts again; places in and tokens out.
     assert GATHER.bytes_moved(inputs) == 8 * (4 + 4 + 4 * 3 + 4 * 3 + 16 + 16)
     inputs = SETTLE.make_inputs(torch.float16, torch.device("cpu"), num_rows=4, k=3)
-    # Tokens, how many were accepted, rows and starts; last tokens and where they are; places in and followers out.
-    assert SETTLE.bytes_moved(inputs) == 8 * (4 * 4 + 4 + 4 + 4 + 4 + 4 + 16 + 16)
+    # Tokens, how many were accepted, rows and starts; last tokens and where they are; lengths; places in and followers out.
+    assert SETTLE.bytes_moved(inputs) == 8 * (4 * 4 + 4 + 4 + 4 + 4 + 4 + 2 * 4 + 16 + 16)
 
 
 @pytest.mark.parametrize(

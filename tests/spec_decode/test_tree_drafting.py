@@ -122,8 +122,8 @@ def test_eagle_nodes_are_the_likeliest_behind_their_own_path(
 def test_places_without_a_block_are_the_null_blocks() -> None:
     """A text that ends with its last block; one that is padding. Positions do not pass the end of the context."""
     layout = TreeLayout.of(TREES["lopsided"], CPU)
-    table = torch.tensor([[3, 1, 2], [5, 0, 0], [0, 0, 0]], dtype=torch.int32)
-    first, second, third = layout.passes(table, torch.tensor([11, 3, 1]), BLOCK_SIZE, max_position=11)
+    table = torch.tensor([[3, 1, 2], [5, 0, 0], [7, 8, 0]], dtype=torch.int32)  # the last row's are another's by now
+    first, second, third = layout.passes(table, torch.tensor([11, 3, 0]), BLOCK_SIZE, max_position=11)
     assert first.slot_mapping.tolist() == [2 * 4 + 2, 2 * 4 + 3, 5 * 4 + 2, 5 * 4 + 3, 0, 0]
     assert second.slot_mapping.tolist() == [0, 0, 0]
     assert first.positions.tolist() == [10, 10, 2, 2, 0, 0]

@@ -19,6 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.attention.metadata import AttentionMetadata, LayerCache
 from backend.attention.reference import ReferenceAttention
+from backend.config import EngineConfig
+from backend.core import scheduler_factory
+from backend.core.scheduler import Scheduler
+from backend.engine import llm_engine
 from backend.layers.linear import Linear
 from backend.worker.model_runner import ModelRunner
 from kernels.reference import decode_positions, draft_positions, greedy_tokens, record_tokens
@@ -26,7 +30,14 @@ from tests.interpreter import interpret_without_cuda
 
 interpret_without_cuda()
 
-from backend.worker import decode_graphs, graph_sizes, mixed_graphs, observe_graphs, round_graphs  # noqa: E402
+from backend.worker import (  # noqa: E402
+    decode_graphs,
+    graph_sizes,
+    mixed_graphs,
+    observe_graphs,
+    round_graphs,
+    tree_graphs,
+)
 
 T = TypeVar("T")
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "item", "is_nonzero", "masked_select", "unique")
@@ -97,8 +108,6 @@ class GraphAttention(ReferenceAttention):
     """Attention as a graph can hold it: over the whole width of the table, whatever the lengths are."""
 
     def forward(self, query: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata, scale: float) -> Tensor:
-        if metadata.tree_mask is not None:
-            return super().forward(query, layer_cache, metadata, scale)  # trees are in no graph
         num_tokens, num_heads = query.shape[:2]
         tokens = torch.arange(num_tokens)
         starts, seq_lens = metadata.query_start_loc.long(), metadata.seq_lens.long()
@@ -109,8 +118,18 @@ class GraphAttention(ReferenceAttention):
         keys, values = (it[reqs].repeat_interleave(group, dim=2) for it in (keys, values))
         places = torch.arange(keys.shape[1])
         seen = places <= positions[:, None]
+        standing = (
+            places  # where the token of a place stands, which of a node is as deep as those that are seen with it
+        )
+        if metadata.tree_mask is not None and metadata.tree_starts is not None:
+            begins, masks = metadata.tree_starts.long()[reqs, None], metadata.tree_mask[:, None]
+            is_node = (masks != -1) & (places >= begins)
+            bits = masks >> (places - begins).clamp(0, 63) & 1
+            seen = torch.where(is_node, (bits != 0) & (places < begins + 64), seen)
+            standing = torch.where(is_node, begins - 1 + (seen & is_node).cumsum(1), places)
+            positions = torch.where(masks[:, 0] != -1, (standing * seen).amax(1), positions)
         if layer_cache.window is not None:
-            seen &= places > positions[:, None] - layer_cache.window
+            seen &= standing > positions[:, None] - layer_cache.window
         scores = torch.einsum("thd,tlhd->thl", query.float(), keys.float()) * scale
         weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num()
         return torch.einsum("thl,tlhd->thd", weights, values.float()).to(query.dtype)
@@ -181,9 +200,12 @@ def recorded_graphs(*, on_kernels: bool = False) -> Iterator[Counter[str]]:
         runner._config = runner._config.with_overrides({"kernels.enforce_eager": False})
         capture_all(runner, *args)
 
+    def make_scheduler(config: EngineConfig, *args: Any) -> Scheduler:
+        return scheduler_factory.make_scheduler(config.with_overrides({"kernels.enforce_eager": False}), *args)
+
     capture_all = ModelRunner.capture_cuda_graphs
     with pytest.MonkeyPatch.context() as patch:
-        for module in (decode_graphs, mixed_graphs, observe_graphs, round_graphs):
+        for module in (decode_graphs, mixed_graphs, observe_graphs, round_graphs, tree_graphs):
             patch.setattr(module, "capture_graph", capture_in(module.__name__.rsplit(".", 1)[1]))
         if not on_kernels:
             for module in (decode_graphs, mixed_graphs):
@@ -194,10 +216,12 @@ def recorded_graphs(*, on_kernels: bool = False) -> Iterator[Counter[str]]:
             patch.setattr("backend.worker.decoders.ReferenceAttention", GraphAttention)
         patch.setattr(decode_graphs, "SIZES", () if on_kernels else (1, 4))
         patch.setattr(round_graphs, "SIZES", (2,) if on_kernels else (1, 2, 4, 8))
+        patch.setattr(tree_graphs, "SIZES", (2,) if on_kernels else (2, 8))
         patch.setattr(graph_sizes, "SIZES", (16,) if on_kernels else (16, 32, 128))
         patch.setattr(Linear, "prepare", lambda self: None)  # weights as a card has them, not laid out for a CPU
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         patch.setattr(ModelRunner, "capture_cuda_graphs", capture_cuda_graphs)
+        patch.setattr(llm_engine, "make_scheduler", make_scheduler)
         yield replays
 
 

@@ -36,7 +36,7 @@ def test_a_sampler_of_its_own_settles_as_it_accepts() -> None:
     assert ids.tolist() == [[4, 6, 9, -1, 2, 1, 4, 6, 5], [9, -1, -1, -1, 0, 1, 7, 2, 2]]
     last_token_ids = torch.zeros(3, dtype=torch.int64)
     next_token_ids, last_indices = REFERENCE_ROUND_OPS.settle_round(
-        ids, torch.tensor([2, 0]), torch.tensor([0, 4]), torch.arange(8), last_token_ids
+        ids, torch.tensor([2, 0]), torch.tensor([0, 4]), torch.arange(8), last_token_ids, torch.tensor([5, -1])
     )
     assert last_token_ids.tolist() == [9, 0, 9]
     assert next_token_ids.tolist() == [4, 6, 9, 0, 9, 0, 0, 0]
