@@ -204,7 +204,9 @@ def in_turns(questions: Sequence[Question]) -> list[Question]:
 
 def _config(method: str, options: argparse.Namespace) -> EngineConfig:
     # Every pass asks the same prompts again: what one computes must not be there for the next.
-    config = engine_config(None, options.set)
+    # Plain decoding knows nothing of how the others are to draft.
+    settings = [each for each in options.set if method != PLAIN or not each.startswith("speculative.")]
+    config = engine_config(None, settings)
     config = config.with_overrides({"model.name": options.model, "cache.enable_prefix_caching": False})
     if method == PLAIN:
         return config

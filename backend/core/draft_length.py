@@ -49,11 +49,14 @@ class DraftCost:
         draft: of drafting it.
         device: "cpu" or "cuda".
         round: of a round, however many tokens it drafts.
+        beside_prompts: whether drafts are worth it in a step that runs tokens of prompts. They are not where such a step has a
+            graph without them, and takes many times as long without one.
     """
 
     draft: float = 0.0
     device: str = "cpu"
     round: float = 0.0
+    beside_prompts: bool = True
 
     def verify(self, batch_size: int) -> float:
         """Of verifying a token more for each of so many requests."""

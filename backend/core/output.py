@@ -6,7 +6,7 @@ a frozen one takes several times as long.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -91,6 +91,13 @@ class DraftRounds:
     draft_ms: float  # all are drafted, and verified, at once
     verify_ms: float
     num_nodes: list[int] | None = None  # that were drafted, where drafts are trees; None: they are chains
+    # Gives the two times, which then are not above: to read a device's clock takes longer than the next round should wait for.
+    clock: Callable[[], tuple[float, float]] | None = None
+
+    def read_clock(self) -> None:
+        if self.clock is not None:
+            self.draft_ms, self.verify_ms = self.clock()
+            self.clock = None
 
     @property
     def num_verified(self) -> list[int]:

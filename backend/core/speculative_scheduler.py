@@ -36,6 +36,7 @@ class SpeculativeScheduler(Scheduler):
         length: how many of them are worth it; None: always all.
         max_batch: nobody drafts in a step in which more requests decode; None: however many.
         num_window_tokens: that run behind each draft and are never accepted; without room for all of them there is no draft.
+        beside_prompts: somebody may draft in a step that runs tokens of prompts.
         drafts_ahead: each round ends with the draft of the next one, which needs slots for it.
         num_nodes: drafts are trees, and these their nodes down to each depth from 0 on, see `DraftTree.num_drafted_to`; a round
             accepts one of each depth at most, and `num_speculative_tokens` is the deepest. None: drafts are chains.
@@ -48,6 +49,7 @@ class SpeculativeScheduler(Scheduler):
         length: AdaptiveLength | None = None,
         max_batch: int | None = None,
         num_window_tokens: int = 0,
+        beside_prompts: bool = True,
         drafts_ahead: bool = False,
         num_nodes: Sequence[int] | None = None,
         **kwargs: Any,
@@ -57,6 +59,7 @@ class SpeculativeScheduler(Scheduler):
         self._length = length
         self._max_batch = max_batch
         self._num_window_tokens = num_window_tokens
+        self._beside_prompts = beside_prompts
         # Of a draft behind one that is accepted whole, all but the last are written.
         self._num_ahead = num_speculative_tokens - 1 if drafts_ahead and num_nodes is None else 0
         self._num_nodes = num_nodes
@@ -195,6 +198,8 @@ class SpeculativeScheduler(Scheduler):
         """How many tokens may be drafted for whom, a window's included; what is left of the budget is shared out evenly."""
         requests = [request for request, num_tokens in plan.num_tokens.items() if num_tokens == 1 and _decodes(request)]
         granted: dict[str, int] = {}
+        if not self._beside_prompts and len(requests) < len(plan.num_tokens):
+            return granted
         if self._max_batch is not None and len(requests) > self._max_batch:
             return granted
         most = self._length.limits(requests) if self._length else [self._num_speculative_tokens] * len(requests)

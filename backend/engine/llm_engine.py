@@ -225,6 +225,8 @@ class LLMEngine:
             if following is not None:
                 self._in_flight.append(following)
             submission = time.perf_counter() - begin
+        if output.rounds is not None:
+            output.rounds.read_clock()
         events, stopped = self._output_processor.process_step(outputs, result)
         for request_id in stopped:
             self.scheduler.finish_request(request_id, "stop")

@@ -22,6 +22,13 @@ class RoundTimes:
     preparation: StageClock | None = None  # of what the proposer computed at the end of the round before
     host_ms: float = 0.0  # of drafting, before the clock was started
 
+    def read(self) -> tuple[float, float]:
+        """Milliseconds of drafting and of verifying, once both have ended."""
+        draft_ms, verify_ms = self.clock.stages_ms()
+        if self.preparation is not None:
+            draft_ms += sum(self.preparation.stages_ms())
+        return draft_ms + self.host_ms, verify_ms
+
 
 def pack_round(verified: VerifiedRound, draft_token_ids: Tensor) -> Tensor:
     """All that the host is told of a round: uint8 [num_round_bytes(num_rows, k)], of drafts int64 [num_rows, k].
@@ -90,10 +97,6 @@ class RoundDownload:
             else:
                 output.errors[request_id] = self._not_finite
         drafted = [row for row, count in enumerate(self._counts) if count]
-        draft_ms, verify_ms = self._times.clock.stages_ms()
-        draft_ms += self._times.host_ms
-        if self._times.preparation is not None:
-            draft_ms += sum(self._times.preparation.stages_ms())
         output.rounds = DraftRounds(
             request_ids=[self._request_ids[row] for row in drafted],
             num_draft_tokens=[self._counts[row] for row in drafted],
@@ -101,8 +104,9 @@ class RoundDownload:
             token_ids=[last_token_ids[row] for row in drafted],
             draft_token_ids=ids[drafted, k + 3 :],
             probs=probs[:, drafted],
-            draft_ms=draft_ms,
-            verify_ms=verify_ms,
+            draft_ms=0.0,
+            verify_ms=0.0,
+            clock=self._times.read,
         )
         return output
 

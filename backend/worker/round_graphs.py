@@ -167,11 +167,11 @@ class RoundGraphs:
         Args:
             drafts: int64 [num_granted, up to k], where the host makes them; else they are those of `drafts`.
         """
-        num_reqs, longest = len(step.rows), int(step.num_draft_tokens.max())
+        num_reqs, longest = len(step.rows), max(step.num_draft_tokens.tolist())
         size = next(size for size in self._sizes if size >= num_reqs)
         length = next(length for length in self._lengths if length >= longest)
         self._round = self._graphs[size, length]
-        num_numbers = num_round_numbers(size, length)
+        num_numbers = num_round_numbers(size, length if drafts is not None else 0)
         host = buffers.next(8 * num_numbers)
         write_round(host.numpy().view(np.int64), step, size, self._padding_row, drafts)
         self._inputs[:num_numbers].copy_(host.view(torch.int64), non_blocking=True)

@@ -40,16 +40,19 @@ def write_round(
     """Lay a round out in memory, int64 [num_round_numbers(size, k)].
 
     Args:
-        drafts: int64 [num_drafted, up to k], of the rows that have any; None: the device has them.
+        drafts: int64 [num_drafted, up to k], of the rows that have any; None: the device has them, and none are written.
     """
     num_reqs = len(step.rows)
-    columns = numbers[: 3 * size].reshape(3, size)
-    columns[0, :num_reqs], columns[0, num_reqs:] = step.rows, padding_row
-    columns[1, :num_reqs], columns[1, num_reqs:] = step.num_draft_tokens, 0
-    columns[2, :num_reqs], columns[2, num_reqs:] = step.num_computed, NO_REQUEST
-    matrix = numbers[3 * size :].reshape(size, -1)
-    matrix[:] = 0
+    numbers[:num_reqs] = step.rows
+    numbers[size : size + num_reqs] = step.num_draft_tokens
+    numbers[2 * size : 2 * size + num_reqs] = step.num_computed
+    if num_reqs < size:
+        numbers[num_reqs:size] = padding_row
+        numbers[size + num_reqs : 2 * size] = 0
+        numbers[2 * size + num_reqs : 3 * size] = NO_REQUEST
     if drafts is not None:
+        matrix = numbers[3 * size :].reshape(size, -1)
+        matrix[:] = 0
         matrix[step.granted, : drafts.shape[1]] = drafts
 
 

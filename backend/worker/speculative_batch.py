@@ -53,12 +53,14 @@ class SpeculativeInputBatch(InputBatch):
     def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
         super().__init__(max_num_reqs, max_model_len, block_size, num_groups)
         self._last_rows: tuple[list[str], np.ndarray] = ([], np.empty(0, dtype=np.int64))
+        self._greedy_ids: list[str] | None = None  # of a step of which `is_greedy_round` held
         self._round_ids: list[str] = []
         self._round_tables: RoundTables | None = None  # of those, unless blocks have come or gone since
 
     def update(self, scheduled: SchedulerOutput) -> None:
         if scheduled.new_requests or scheduled.finished_request_ids or scheduled.preempted_request_ids:
             self._last_rows = ([], np.empty(0, dtype=np.int64))
+            self._greedy_ids = None
         for request_id, num_blocks in (scheduled.num_kept_blocks or {}).items():
             self._states[request_id].num_blocks = num_blocks
             self._round_tables = None
@@ -91,10 +93,15 @@ class SpeculativeInputBatch(InputBatch):
 
     def is_greedy_round(self, scheduled: SchedulerOutput) -> bool:
         """Whether all requests go on from a token that the device has, and none has any say in how the next is chosen."""
+        request_ids = list(scheduled.num_scheduled_tokens)
+        if request_ids == self._greedy_ids:
+            return True  # for the same requests, and further on, it holds again
         num_computed = np.array(scheduled.num_computed_tokens, dtype=np.int64)
-        rows = self._rows(scheduled.num_scheduled_tokens)
+        rows = self._rows(request_ids)
         has_last = num_computed >= self._num_known[rows]
-        return bool((has_last & (num_computed + 1 >= self._num_plain[rows])).all())
+        holds = bool((has_last & (num_computed + 1 >= self._num_plain[rows])).all())
+        self._greedy_ids = request_ids if holds else None
+        return holds
 
     def build_round(self, scheduled: SchedulerOutput, num_draft_tokens: Mapping[str, int], longest: int) -> RoundInput:
         """In place of `build`, for a step of which `is_greedy_round` holds.

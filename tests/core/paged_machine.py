@@ -14,6 +14,7 @@ from typing import Any
 
 from backend.config import EngineConfig
 from backend.core.block_hash import prefix_key
+from backend.core.draft_length import DraftCost
 from backend.core.kv_cache_manager import KVGroupSpec
 from backend.core.kv_layouts import resolve_layout
 from backend.core.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
@@ -138,6 +139,7 @@ class Lab:
     swap_blocks: int = 0  # of host memory; with some, preempted requests are swapped
     windows: tuple[int | None, ...] = (None,)  # of the KV groups
     overrides: dict[str, Any] = field(default_factory=dict)  # of the config
+    draft_cost: DraftCost | None = None
 
     def __post_init__(self) -> None:
         key = prefix_key(model="a machine") if self.prefix_caching else None
@@ -157,7 +159,10 @@ class Lab:
             }
         )
         self.scheduler = make_scheduler(
-            resolve_layout(config)[0], [replace(GROUP, window=window) for window in self.windows], key
+            resolve_layout(config)[0],
+            [replace(GROUP, window=window) for window in self.windows],
+            key,
+            self.draft_cost,
         )
         self.manager = self.scheduler.kv_cache_manager
         self.machine = PagedMachine(self.num_blocks, self.block_size, self.windows)

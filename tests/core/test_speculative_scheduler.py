@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backend.core.draft_length import DraftCost
 from backend.core.output import ModelRunnerOutput
 from tests.core.paged_machine import Lab, generate
 from tests.core.speculative_machine import SpeculativeLab
@@ -73,6 +74,22 @@ def test_tokens_are_those_of_plain_decoding_with_the_next_draft_made_ahead(name:
         lab.add(key, prompt, max_tokens=20)
     windows = SETTINGS[name].get("windows", (None,))
     assert lab.run() == {key: generate(prompt, 20, windows=windows) for key, prompt in PROMPTS.items()}
+
+
+@pytest.mark.parametrize("beside_prompts", [False, True])
+def test_where_drafts_do_not_pay_beside_prompts_such_steps_have_none(beside_prompts: bool) -> None:
+    lab = SpeculativeLab(draft_cost=DraftCost(beside_prompts=beside_prompts), max_num_batched_tokens=24)
+    lab.add("a", prompt_of(9), max_tokens=60)
+    for _ in range(3):
+        lab.step()
+    lab.add("b", prompt_of(40, 1), max_tokens=20)
+    assert lab.run() == {"a": generate(prompt_of(9), 60), "b": generate(prompt_of(40, 1), 20)}
+    beside = [
+        step for step in lab.steps if "a" in step.kinds and "prefill" in step.kinds.values() and len(step.kinds) > 1
+    ]
+    assert len(beside) > 1
+    assert any(step.num_draft_tokens for step in beside) == beside_prompts
+    assert sum(bool(step.num_draft_tokens) for step in lab.steps) > len(beside)
 
 
 @pytest.mark.parametrize("num_right", [0, 2, 5])

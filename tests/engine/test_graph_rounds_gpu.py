@@ -113,20 +113,24 @@ def test_a_round_is_a_few_replays_and_nothing_in_it_waits(
 
         monkeypatch.setattr(owner, name, counted)
 
-    run = GraphRounds.run
+    def watch(name: str) -> None:
+        start = getattr(GraphRounds, name)
 
-    def watched(self: GraphRounds, *args: Any) -> Any:
-        calls["rounds"] += 1
-        replays = calls["replay"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            pending = run(self, *args)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        calls["replays of rounds"] += calls["replay"] - replays
-        return pending
+        def watched(self: GraphRounds, *args: Any) -> Any:
+            calls["rounds"] += 1
+            replays = calls["replay"]
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                pending = start(self, *args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            calls["replays of rounds"] += calls["replay"] - replays
+            return pending
 
-    monkeypatch.setattr(GraphRounds, "run", watched)
+        monkeypatch.setattr(GraphRounds, name, watched)
+
+    watch("run")
+    watch("repeat")
     count(torch.cuda.CUDAGraph, "replay")
     for name in ("forward", "run_layer"):
         count(TritonDecoder, name)
