@@ -49,14 +49,14 @@ class DraftCost:
         draft: of drafting it.
         device: "cpu" or "cuda".
         round: of a round, however many tokens it drafts.
-        beside_prompts: whether drafts are worth it in a step that runs tokens of prompts. They are not where such a step has a
-            graph without them, and takes many times as long without one.
+        only_in_graphs: rounds that have no graph take many times as long as a plain step, which has one: those beside tokens of
+            prompts, and those of sampled requests.
     """
 
     draft: float = 0.0
     device: str = "cpu"
     round: float = 0.0
-    beside_prompts: bool = True
+    only_in_graphs: bool = False
 
     def verify(self, batch_size: int) -> float:
         """Of verifying a token more for each of so many requests."""

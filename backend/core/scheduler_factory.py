@@ -71,7 +71,7 @@ def make_scheduler(
             length=AdaptiveLength(most, cost, num_nodes) if speculative.adaptive else None,
             max_batch=max_batch,
             num_window_tokens=speculative.num_window_tokens,
-            beside_prompts=cost.beside_prompts,
+            only_in_graphs=cost.only_in_graphs,
             drafts_ahead=speculative.method in HEAD_METHODS and has_graphs,
             num_nodes=num_nodes,
         )

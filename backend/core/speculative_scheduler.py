@@ -36,7 +36,7 @@ class SpeculativeScheduler(Scheduler):
         length: how many of them are worth it; None: always all.
         max_batch: nobody drafts in a step in which more requests decode; None: however many.
         num_window_tokens: that run behind each draft and are never accepted; without room for all of them there is no draft.
-        beside_prompts: somebody may draft in a step that runs tokens of prompts.
+        only_in_graphs: nobody drafts beside tokens of prompts, nor, with a `length`, beside sampled requests; see `DraftCost`.
         drafts_ahead: each round ends with the draft of the next one, which needs slots for it.
         num_nodes: drafts are trees, and these their nodes down to each depth from 0 on, see `DraftTree.num_drafted_to`; a round
             accepts one of each depth at most, and `num_speculative_tokens` is the deepest. None: drafts are chains.
@@ -49,7 +49,7 @@ class SpeculativeScheduler(Scheduler):
         length: AdaptiveLength | None = None,
         max_batch: int | None = None,
         num_window_tokens: int = 0,
-        beside_prompts: bool = True,
+        only_in_graphs: bool = False,
         drafts_ahead: bool = False,
         num_nodes: Sequence[int] | None = None,
         **kwargs: Any,
@@ -59,7 +59,7 @@ class SpeculativeScheduler(Scheduler):
         self._length = length
         self._max_batch = max_batch
         self._num_window_tokens = num_window_tokens
-        self._beside_prompts = beside_prompts
+        self._only_in_graphs = only_in_graphs
         # Of a draft behind one that is accepted whole, all but the last are written.
         self._num_ahead = num_speculative_tokens - 1 if drafts_ahead and num_nodes is None else 0
         self._num_nodes = num_nodes
@@ -81,7 +81,9 @@ class SpeculativeScheduler(Scheduler):
             return self._may_continue(last.num_draft_tokens)
         if self._max_batch is not None and len(self.running) > self._max_batch:
             return True
-        return self._length is not None and self._length.passes_over(self.running)
+        if self._length is None:
+            return False
+        return (self._only_in_graphs and _any_sampled(self.running)) or self._length.passes_over(self.running)
 
     def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
         if not scheduled.num_scheduled_tokens:
@@ -198,7 +200,7 @@ class SpeculativeScheduler(Scheduler):
         """How many tokens may be drafted for whom, a window's included; what is left of the budget is shared out evenly."""
         requests = [request for request, num_tokens in plan.num_tokens.items() if num_tokens == 1 and _decodes(request)]
         granted: dict[str, int] = {}
-        if not self._beside_prompts and len(requests) < len(plan.num_tokens):
+        if self._only_in_graphs and not self._has_graph(plan, requests):
             return granted
         if self._max_batch is not None and len(requests) > self._max_batch:
             return granted
@@ -229,6 +231,12 @@ class SpeculativeScheduler(Scheduler):
                     raise RuntimeError("the pool refused blocks that it had counted as free")
                 plan.add(request, 0, allocation.block_ids)
         return counts
+
+    def _has_graph(self, plan: StepPlan, requests: Sequence[Request]) -> bool:
+        """Whether a step in which these requests draft can be a graph. A fixed length drafts for sampled ones all the same."""
+        if len(requests) < len(plan.num_tokens):
+            return False
+        return self._length is None or not _any_sampled(requests)
 
     def _reserve(self, plan: StepPlan, request: Request, num_drafts: int) -> int:
         """Take blocks for so many drafts behind the token of a request; for how many there is room."""
@@ -264,6 +272,10 @@ class SpeculativeScheduler(Scheduler):
         assert self._num_nodes is not None
         room = min(share, self.max_model_len - len(request.token_ids))
         return self._reserve(plan, request, min(self._num_nodes[max(0, depth)], room))
+
+
+def _any_sampled(requests: Sequence[Request]) -> bool:
+    return any(request.sampling_params.temperature > 0 for request in requests)
 
 
 def _decodes(request: Request) -> bool:

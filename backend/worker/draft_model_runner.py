@@ -78,7 +78,7 @@ class DraftModelRunner(ModelRunner):
     def cost(self) -> DraftCost:
         assert self._decoder is not None
         waits_for_launches = self._decoder.launch_bound and not self._config.kernels.enforce_eager
-        return DraftCost(self.draft_cost, self._device.type, self._round_cost, not waits_for_launches)
+        return DraftCost(self.draft_cost, self._device.type, self._round_cost, waits_for_launches)
 
     @property
     def _round_cost(self) -> float:

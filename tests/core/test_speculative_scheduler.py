@@ -76,9 +76,9 @@ def test_tokens_are_those_of_plain_decoding_with_the_next_draft_made_ahead(name:
     assert lab.run() == {key: generate(prompt, 20, windows=windows) for key, prompt in PROMPTS.items()}
 
 
-@pytest.mark.parametrize("beside_prompts", [False, True])
-def test_where_drafts_do_not_pay_beside_prompts_such_steps_have_none(beside_prompts: bool) -> None:
-    lab = SpeculativeLab(draft_cost=DraftCost(beside_prompts=beside_prompts), max_num_batched_tokens=24)
+@pytest.mark.parametrize("only_in_graphs", [False, True])
+def test_where_rounds_without_a_graph_do_not_pay_nobody_drafts_beside_prompts(only_in_graphs: bool) -> None:
+    lab = SpeculativeLab(draft_cost=DraftCost(only_in_graphs=only_in_graphs), max_num_batched_tokens=24)
     lab.add("a", prompt_of(9), max_tokens=60)
     for _ in range(3):
         lab.step()
@@ -88,8 +88,25 @@ def test_where_drafts_do_not_pay_beside_prompts_such_steps_have_none(beside_prom
         step for step in lab.steps if "a" in step.kinds and "prefill" in step.kinds.values() and len(step.kinds) > 1
     ]
     assert len(beside) > 1
-    assert any(step.num_draft_tokens for step in beside) == beside_prompts
+    assert any(step.num_draft_tokens for step in beside) != only_in_graphs
     assert sum(bool(step.num_draft_tokens) for step in lab.steps) > len(beside)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_where_rounds_without_a_graph_do_not_pay_nobody_drafts_beside_sampled_requests(adaptive: bool) -> None:
+    """Unless drafts are made whether they pay or not."""
+    cost = DraftCost(only_in_graphs=True)
+    lab = SpeculativeLab(draft_cost=cost, adaptive=adaptive, runs_ahead=adaptive, num_right=5)
+    lab.add("greedy", prompt_of(9), max_tokens=90)
+    lab.add("sampled", prompt_of(9, 1), max_tokens=8, temperature=0.7, seed=3)
+    assert lab.run()["greedy"] == generate(prompt_of(9), 90)
+    both = [
+        step for step in lab.steps if set(step.kinds) == {"greedy", "sampled"} and "prefill" not in step.kinds.values()
+    ]
+    alone = [step for step in lab.steps if set(step.kinds) == {"greedy"}]
+    assert both
+    assert any(step.num_draft_tokens for step in both) != adaptive
+    assert any(step.num_draft_tokens for step in alone)
 
 
 @pytest.mark.parametrize("num_right", [0, 2, 5])
