@@ -18,6 +18,7 @@ from torch import Tensor
 
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
+from backend.core.speculative_scheduler import MAX_CONTINUED
 from backend.spec_decode.proposer import ChainProposer, DraftChain, HeadProposer, TargetStep
 from backend.worker.decode_graphs import capture_graph
 from backend.worker.decoders import StepDecoder
@@ -36,7 +37,8 @@ from backend.worker.step_tensors import HostBuffers
 from kernels.ops.draft_positions import draft_positions
 from kernels.reference.round_positions import RoundPositions
 
-SIZES = (1, 2, 4, 8, 16, 32)  # requests; more take so long that launching their kernels one by one costs little
+# Requests; more take so long that launching their kernels one by one costs little.
+SIZES = (1, 2, 4, 8, 16, MAX_CONTINUED)
 
 
 def round_rows(max_num_reqs: int, num_speculative_tokens: int) -> int:
