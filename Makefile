@@ -26,7 +26,7 @@ run: $(INSTALLED)
 	@$(PY) -m app.cli app --port $(PORT)
 
 test: $(INSTALLED_TEST)
-	@$(PY) -m pytest -m 'not slow and not gpu and not browser' -n 2 --dist loadfile
+	@$(PY) -m pytest -m 'not slow and not gpu and not browser' -n 2 --dist loadfile --no-loadscope-reorder
 	@$(PY) -m pytest -m 'browser and not slow'
 
 test-slow: $(INSTALLED_TEST)
