@@ -97,14 +97,12 @@ class AdaptiveLength:
 
     def passes_over(self, requests: Sequence[Request]) -> bool:
         """Whether a step in which these decode is one without drafts, which then counts as such."""
-        if (self._num_steps + 1) % PROBE_STEPS == 0 or (requests and any(self._worth(requests))):
-            return False
-        self._num_steps += 1
-        return True
+        return self.repeats(requests, [0] * len(requests))
 
     def repeats(self, requests: Sequence[Request], limits: Sequence[int]) -> bool:
         """Whether a step in which these decode has these limits, which then counts as such."""
-        if (self._num_steps + 1) % PROBE_STEPS == 0 or self._worth(requests) != list(limits):
+        is_probe = (self._num_steps + 1) % PROBE_STEPS == 0
+        if is_probe or (requests and self._worth(requests) != list(limits)):
             return False
         self._num_steps += 1
         return True

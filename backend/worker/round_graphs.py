@@ -24,15 +24,8 @@ from backend.worker.decode_graphs import capture_graph
 from backend.worker.decoders import StepDecoder
 from backend.worker.graph_pass import Keep
 from backend.worker.round_ops import RoundOps
-from backend.worker.round_tensors import (
-    NO_REQUEST,
-    RoundRows,
-    num_round_numbers,
-    round_chain,
-    round_metadata,
-    write_round,
-)
-from backend.worker.speculative_batch import RoundInput, RoundTables
+from backend.worker.round_tensors import RoundRows, RoundUploads, round_chain, round_metadata
+from backend.worker.speculative_batch import RoundInput
 from backend.worker.step_tensors import HostBuffers
 from kernels.ops.draft_positions import draft_positions
 from kernels.reference.round_positions import RoundPositions
@@ -127,7 +120,6 @@ class RoundGraphs:
         self._device = parts.last_token_ids.device
         self._num_groups = num_groups
         self._max_num_blocks = max_num_blocks
-        self._padding_row = parts.last_token_ids.numel() - 1
         largest = min(max_num_reqs, SIZES[-1])
         self._sizes = [*(size for size in SIZES if size < largest), largest]
         self.longest = num_speculative_tokens
@@ -138,9 +130,7 @@ class RoundGraphs:
         num_rows = parts.last_token_ids.numel()
         self.drafts = torch.zeros(num_rows, num_speculative_tokens, dtype=torch.int64, device=self._device)
         num_entries = num_groups * largest * max_num_blocks
-        num_numbers = num_round_numbers(largest, num_speculative_tokens)
-        self._inputs = torch.zeros(num_numbers, dtype=torch.int64, device=self._device)  # see `RoundRows`
-        self._tables: RoundTables | None = None  # that were uploaded last
+        self._uploads = RoundUploads(largest, num_speculative_tokens, num_rows - 1, self._device)
         self._block_tables = torch.zeros(num_entries, dtype=torch.int32, device=self._device)
         # Of each token: no token is negative, so that it does not matter.
         self._any_row = torch.zeros(largest * (num_speculative_tokens + 1), dtype=torch.int64, device=self._device)
@@ -173,26 +163,14 @@ class RoundGraphs:
         size = next(size for size in self._sizes if size >= num_reqs)
         length = next(length for length in self._lengths if length >= longest)
         self._round = self._graphs[size, length]
-        num_numbers = num_round_numbers(size, length if drafts is not None else 0)
-        host = buffers.next(8 * num_numbers)
-        write_round(host.numpy().view(np.int64), step, size, self._padding_row, drafts)
-        self._inputs[:num_numbers].copy_(host.view(torch.int64), non_blocking=True)
-        self._upload_tables(step.tables, buffers)
+        self._uploads.upload(step, size, length if drafts is not None else 0, buffers, drafts)
+        self._uploads.upload_tables(step.tables, self._round.block_tables, buffers)
         return length
 
     def start_again(self, step: RoundInput, buffers: HostBuffers) -> None:
         """Begin another round of the rows of the last one, with as many drafts, where that has left them."""
-        self._upload_tables(step.tables, buffers)
-
-    def _upload_tables(self, tables: RoundTables, buffers: HostBuffers) -> None:
-        if tables is self._tables:
-            return
         assert self._round is not None
-        self._tables, entries = tables, tables.entries
-        host = buffers.next(entries.nbytes)
-        host.numpy()[:] = entries.reshape(-1).view(np.uint8)
-        remote = host.to(self._device, non_blocking=True).view(torch.int32).view(entries.shape)
-        self._round.block_tables[:, : entries.shape[1], : entries.shape[2]].copy_(remote)
+        self._uploads.upload_tables(step.tables, self._round.block_tables, buffers)
 
     def draft(self) -> None:
         """Make the drafts of the round that was started."""
@@ -214,10 +192,7 @@ class RoundGraphs:
 
     def _capture(self, size: int, k: int, pool: object) -> _Graphs:
         parts, device = self._parts, self._device
-        rows = RoundRows.of(self._inputs[: num_round_numbers(size, k)], size, k)
-        rows.rows.fill_(self._padding_row)
-        rows.counts.zero_()
-        rows.num_computed.fill_(NO_REQUEST)
+        rows = self._uploads.padding(size, k)
         num_entries = self._num_groups * size * self._max_num_blocks
         block_tables = self._block_tables[:num_entries].view(self._num_groups, size, self._max_num_blocks)
         counting = torch.arange(size + 1, dtype=torch.int32, device=device)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from backend.attention.metadata import AttentionMetadata
 from backend.spec_decode.proposer import DraftChain
-from backend.worker.speculative_batch import RoundInput
+from backend.worker.speculative_batch import RoundInput, RoundTables
+from backend.worker.step_tensors import HostBuffers
 from kernels.reference.round_positions import RoundPositions
 
 NO_REQUEST = -1  # in place of a row's computed tokens
@@ -32,6 +34,52 @@ class RoundRows:
 
 def num_round_numbers(size: int, k: int) -> int:
     return (3 + k) * size
+
+
+class RoundUploads:
+    """The memory in which graphs of rounds, which never run at the same time, find what the host says of one.
+
+    Args:
+        largest: rows of the largest graph.
+        k: most drafts of a row that the host makes.
+        padding_row: of the batch's persistent arrays, for rows without a request.
+    """
+
+    def __init__(self, largest: int, k: int, padding_row: int, device: torch.device) -> None:
+        self._numbers = torch.zeros(num_round_numbers(largest, k), dtype=torch.int64, device=device)
+        self._padding_row = padding_row
+        self._device = device
+        self._tables: RoundTables | None = None  # that were uploaded last
+
+    def padding(self, size: int, k: int) -> RoundRows:
+        """Where a graph of so many rows and drafts reads them; for its capture, there is no request in any."""
+        rows = RoundRows.of(self._numbers[: num_round_numbers(size, k)], size, k)
+        rows.rows.fill_(self._padding_row)
+        rows.counts.zero_()
+        rows.num_computed.fill_(NO_REQUEST)
+        return rows
+
+    def upload(
+        self, step: RoundInput, size: int, k: int, buffers: HostBuffers, drafts: np.ndarray | None = None
+    ) -> None:
+        """Args:
+        k: drafts of each row that are uploaded, 0 without any.
+        drafts: see `write_round`.
+        """
+        num_numbers = num_round_numbers(size, k)
+        host = buffers.next(8 * num_numbers)
+        write_round(host.numpy().view(np.int64), step, size, self._padding_row, drafts)
+        self._numbers[:num_numbers].copy_(host.view(torch.int64), non_blocking=True)
+
+    def upload_tables(self, tables: RoundTables, block_tables: Tensor, buffers: HostBuffers) -> None:
+        """Into int32 [num_groups, size, max_num_blocks], unless these are there already."""
+        if tables is self._tables:
+            return
+        self._tables, entries = tables, tables.entries
+        host = buffers.next(entries.nbytes)
+        host.numpy()[:] = entries.reshape(-1).view(np.uint8)
+        remote = host.to(self._device, non_blocking=True).view(torch.int32).view(entries.shape)
+        block_tables[:, : entries.shape[1], : entries.shape[2]].copy_(remote)
 
 
 def write_round(

@@ -25,8 +25,8 @@ from backend.worker.decode_graphs import capture_graph
 from backend.worker.graph_rounds import GraphRounds
 from backend.worker.round_download import RoundDownload
 from backend.worker.round_graphs import RoundParts
-from backend.worker.round_tensors import NO_REQUEST, RoundRows, num_round_numbers, round_metadata, write_round
-from backend.worker.speculative_batch import RoundInput, RoundTables
+from backend.worker.round_tensors import RoundRows, RoundUploads, round_metadata
+from backend.worker.speculative_batch import RoundInput
 from backend.worker.step_tensors import HostBuffers
 from backend.worker.tree_rounds import PathDownload
 from kernels.reference.round_positions import RoundPositions
@@ -105,7 +105,6 @@ class TreeGraphs:
         tree, device = trees.tree, parts.last_token_ids.device
         self._parts, self._trees, self._device = parts, trees, device
         self._block_size, self._num_groups = block_size, num_groups
-        self._padding_row = parts.last_token_ids.numel() - 1
         largest = min(max_num_reqs, SIZES[-1])
         self._sizes = [*(size for size in SIZES if size < largest), largest]
         # The entries that a head needs for the first nodes: their parents, but the root.
@@ -115,11 +114,10 @@ class TreeGraphs:
         self._max_num_blocks = -(-(max_model_len + 1 + self.longest) // block_size)
         self._graphs: dict[int, _Graphs] = {}
         self._round: _Graphs | None = None
-        self._tables: RoundTables | None = None  # that were uploaded last
         num_rows = parts.last_token_ids.numel()
         self.drafts = torch.zeros(num_rows, tree.num_drafted, dtype=torch.int64, device=device)
-        # Graphs never run at the same time: they share what they read, but for tables, whose last columns stay zero.
-        self._inputs = torch.zeros(num_round_numbers(largest, 0), dtype=torch.int64, device=device)  # see `RoundRows`
+        # Each graph has tables of its own, whose last columns stay zero.
+        self._uploads = RoundUploads(largest, 0, num_rows - 1, device)
         self._any_row = torch.zeros(largest * len(tree), dtype=torch.int64, device=device)  # no token is negative
         self._depths = torch.tensor(tree.depths, device=device)
         self._masks = torch.tensor(tree.masks, device=device)
@@ -148,16 +146,8 @@ class TreeGraphs:
         num_reqs = len(step.rows)
         size = next(size for size in self._sizes if size >= num_reqs)
         graphs = self._round = self._graphs[size]
-        num_numbers = num_round_numbers(size, 0)
-        host = buffers.next(8 * num_numbers)
-        write_round(host.numpy().view(np.int64), step, size, self._padding_row)
-        self._inputs[:num_numbers].copy_(host.view(torch.int64), non_blocking=True)
-        if step.tables is not self._tables:
-            self._tables, entries = step.tables, step.tables.entries
-            host = buffers.next(entries.nbytes)
-            host.numpy()[:] = entries.reshape(-1).view(np.uint8)
-            remote = host.to(self._device, non_blocking=True).view(torch.int32).view(entries.shape)
-            graphs.block_tables[:, :num_reqs, : entries.shape[2]].copy_(remote)
+        self._uploads.upload(step, size, 0, buffers)
+        self._uploads.upload_tables(step.tables, graphs.block_tables, buffers)
         return self._trees.tree.num_drafted
 
     def draft(self) -> None:
@@ -177,10 +167,7 @@ class TreeGraphs:
         self._round.go_on.replay()
 
     def _capture(self, size: int, pool: object) -> _Graphs:
-        rows = RoundRows.of(self._inputs[: num_round_numbers(size, 0)], size, 0)
-        rows.rows.fill_(self._padding_row)
-        rows.counts.zero_()
-        rows.num_computed.fill_(NO_REQUEST)
+        rows = self._uploads.padding(size, 0)
         shape = (self._num_groups, size, self._max_num_blocks)
         block_tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
         # No request: no token.

@@ -120,6 +120,31 @@ def _verify_row_kernel(
     tl.store(prob_ptrs + 2 * num_rows * k, tl.where(is_drafted, 1.0, 0.0), mask=is_draft)
 
 
+def likeliest_of_chunks(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The first launch of a verification, over float32 [num_rows, vocab_size], strides (any, 1), at least one column.
+
+    Of each chunk of BLOCK columns: its maximum, NaN if it holds one, and the sum of exponentials below that, float32 [num_rows,
+    num_chunks] each; and the lowest id that has the maximum, int32.
+    """
+    num_rows, vocab_size = logits.shape
+    num_chunks = triton.cdiv(vocab_size, BLOCK)
+    chunk_max = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
+    chunk_sum = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
+    chunk_token_ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
+    _verify_chunk_kernel[(num_rows, num_chunks)](
+        chunk_max,
+        chunk_sum,
+        chunk_token_ids,
+        logits,
+        logits.stride(0),
+        vocab_size,
+        num_chunks,
+        BLOCK=BLOCK,
+        num_warps=4,  # pyright: ignore[reportCallIssue]  (a launch option)
+    )
+    return chunk_max, chunk_sum, chunk_token_ids
+
+
 def verify_greedy(logits: Tensor, draft_token_ids: Tensor, num_draft_tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Accept each row's drafts as far as they are the target's likeliest tokens, and add the one behind them.
 
@@ -158,22 +183,8 @@ def verify_greedy(logits: Tensor, draft_token_ids: Tensor, num_draft_tokens: Ten
     ids = packed[:num_bytes].view(torch.int64).view(num_rows, 2 * k + 3)
     if num_rows == 0:
         return packed, ids
-    num_chunks = triton.cdiv(vocab_size, BLOCK)
-    num_logits_rows = logits.shape[0]
-    chunk_max = torch.empty((num_logits_rows, num_chunks), dtype=torch.float32, device=logits.device)
-    chunk_sum = torch.empty((num_logits_rows, num_chunks), dtype=torch.float32, device=logits.device)
-    chunk_token_ids = torch.empty((num_logits_rows, num_chunks), dtype=torch.int32, device=logits.device)
-    _verify_chunk_kernel[(num_logits_rows, num_chunks)](
-        chunk_max,
-        chunk_sum,
-        chunk_token_ids,
-        logits,
-        logits.stride(0),
-        vocab_size,
-        num_chunks,
-        BLOCK=BLOCK,
-        num_warps=4,  # pyright: ignore[reportCallIssue]  (a launch option)
-    )
+    chunk_max, chunk_sum, chunk_token_ids = likeliest_of_chunks(logits)
+    num_chunks = chunk_max.shape[1]
     _verify_row_kernel[(num_rows,)](
         ids,
         packed[num_bytes:].view(torch.float32),

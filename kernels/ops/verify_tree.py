@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.checks import check_tensor
-from kernels.ops.verify_greedy import _is_finite, _shift, _verify_chunk_kernel
+from kernels.ops.verify_greedy import _is_finite, _shift, likeliest_of_chunks
 from kernels.reference.verify_tree import TreeRound
 
-BLOCK = 2048
 MAX_NODES = 64
 
 
@@ -160,21 +159,8 @@ def verify_tree(
     output = TreeRound(packed, ids, empty(num_rows, depth), empty(num_rows), empty(num_rows, num_nodes))
     if num_rows == 0:
         return output
-    num_chunks = triton.cdiv(vocab_size, BLOCK)
-    num_logits_rows = logits.shape[0]
-    chunk_max, chunk_sum = (empty(num_logits_rows, num_chunks, dtype=torch.float32) for _ in range(2))
-    chunk_token_ids = empty(num_logits_rows, num_chunks, dtype=torch.int32)
-    _verify_chunk_kernel[(num_logits_rows, num_chunks)](
-        chunk_max,
-        chunk_sum,
-        chunk_token_ids,
-        logits,
-        logits.stride(0),
-        vocab_size,
-        num_chunks,
-        BLOCK=BLOCK,
-        num_warps=4,  # pyright: ignore[reportCallIssue]  (a launch option)
-    )
+    chunk_max, chunk_sum, chunk_token_ids = likeliest_of_chunks(logits)
+    num_chunks = chunk_max.shape[1]
     _verify_tree_kernel[(num_rows,)](
         ids,
         packed[num_bytes:].view(torch.float32),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.ops.verify_tree as module
+import kernels.ops.verify_greedy as module
 from backend.sample.tree_rejection import TreeRejectionSampler
 from backend.spec_decode.draft_tree import DEFAULT_TREES, DraftTree
 from backend.worker.round_download import num_round_bytes, pack_round
