@@ -5,7 +5,7 @@
 The default configuration, driven and recorded as in `benchmarks/engine.py`, whose passes, prompts and rates these are; a model
 for each variant, one after the other, the one as it is first. Ratios are to that. The share of a decode is that of the variant's
 own floor: reading its layers and head once, in the bytes that the model reports, at the speed of a copy measured in the same
-call; keys and values are left out of it. What torch says that the weights take on the card stands beside the bytes reported. A
+call; keys and values are left out of it. What tensors torch then holds on the card stands beside the bytes reported. A
 variant that computes by a reference instead of a kernel has no speed.
 """
 
@@ -118,15 +118,21 @@ def measure_variant(
 
 @contextmanager
 def weights_on_card() -> Iterator[list[int]]:
-    """By how much torch's count of allocated bytes grows when a model's weights are loaded within, for each that is."""
+    """By how many bytes torch's tensors on the card grow when a model's weights are loaded within, for each that is.
+
+    Of the bytes that were asked for: how an allocator rounds them up depends on what it had to hold before.
+    """
     held: list[int] = []
     load_model = ModelRunner.load_model
 
+    def num_bytes() -> int:
+        return torch.cuda.memory_stats().get("requested_bytes.all.current", 0)  # none without a card
+
     def counted(runner: ModelRunner, *arguments: Any) -> Any:
-        before = torch.cuda.memory_allocated()
+        before = num_bytes()
         loaded = load_model(runner, *arguments)
         gc.collect()  # what only a cycle keeps is not held
-        held.append(torch.cuda.memory_allocated() - before)
+        held.append(num_bytes() - before)
         return loaded
 
     with patch.object(ModelRunner, "load_model", counted):

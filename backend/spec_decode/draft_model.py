@@ -66,8 +66,7 @@ class DraftModelProposer:
         self._vocab_size = vocab_size
         self._max_num_tokens = max_num_tokens
         self._device = device
-        # A step waits for its result before the next one begins: so many passes are under way at most.
-        self._uploads = HostBuffers(device, num_passes + 2)
+        self._uploads = HostBuffers(device, num_passes + 1)  # one catches up
         self._texts: dict[str, list[int]] = {}
         self._num_computed: dict[str, int] = {}  # tokens whose keys and values the draft's layers have
 

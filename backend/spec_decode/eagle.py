@@ -53,7 +53,7 @@ class EagleProposer(StepReader):
         self._draft = draft
         self._spans = spans
         self._device = states.device
-        self._uploads = HostBuffers(self._device, num_passes + 2)
+        self._uploads = HostBuffers(self._device, num_passes)
         self._features = states
 
     def observe(self, step: TargetStep) -> None:

@@ -11,8 +11,10 @@ from torch import Tensor
 from backend.attention.metadata import AttentionMetadata
 from backend.worker.input_batch import StepInput
 
-# A step's copy may still be under way while the next one's arrays are written; a third is never under way.
-NUM_BUFFERS = 3
+# While a step's arrays are written, copies of two others may wait for the device: of the one before it, which may not have begun,
+# and of what the one before that does behind its tokens, which are all that the host has waited for.
+STEPS_UNDER_WAY = 3
+COPIES_PER_STEP = 4  # at most: tokens or the numbers of a round, block tables, a proposer's texts, what a head is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +29,19 @@ class StepTensors:
 
 
 class HostBuffers:
-    """Page-locked memory in turn, so that copies from it need not be waited for. On a CPU: plain memory."""
+    """Page-locked memory in turn, so that copies from it need not be waited for. On a CPU: plain memory.
 
-    def __init__(self, device: torch.device, num_buffers: int = NUM_BUFFERS) -> None:
+    Args:
+        copies_per_step: how often a step may ask for some.
+    """
+
+    def __init__(self, device: torch.device, copies_per_step: int = COPIES_PER_STEP) -> None:
         self._pinned = device.type == "cuda"
-        self._buffers = [self._allocate(2**20) for _ in range(num_buffers)]
+        self._buffers = [self._allocate(2**20) for _ in range(STEPS_UNDER_WAY * copies_per_step)]
         self._turn = 0
 
     def next(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], free to be written until `num_buffers` further calls."""
+        """uint8 [num_bytes], to be written now and left alone until `STEPS_UNDER_WAY` steps have asked for theirs."""
         self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[self._turn]
         if buffer.numel() < num_bytes:

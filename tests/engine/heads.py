@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from backend.spec_decode.heads.training_data import Conversation
 from backend.spec_decode.heads.unroll import DraftHead
 from backend.spec_decode.proposer import DraftOutput, DraftRequest
 from backend.spec_decode.tree_proposers import EagleTreeProposer
+from backend.worker.draft_model_runner import DraftModelRunner
 from backend.worker.speculative_batch import RoundInput
 from tests.engine.driving import Answer, answers, config_of
 from tests.engine.test_engine_host import StepSink
@@ -42,6 +44,13 @@ from tests.spec_decode.tiny_heads import (
 KINDS: tuple[HeadKind, ...] = ("eagle", "medusa")
 NUM_HEADS = 4  # of a Medusa
 TRAINING = TrainingSettings(num_steps=24, num_unrolled=2, batch_tokens=512, learning_rate=4e-3, seed=0)
+
+
+def let_draft_only_where_graphs_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines without graphs leave out the drafts that one with graphs leaves out: then steps are the same ones."""
+    cost = DraftModelRunner.cost.fget
+    assert cost is not None
+    monkeypatch.setattr(DraftModelRunner, "cost", property(lambda runner: replace(cost(runner), only_in_graphs=True)))
 
 
 def random_head(kind: HeadKind, target: DenseTarget, feature_layers: Sequence[int] = FEATURE_LAYERS) -> DraftHead:

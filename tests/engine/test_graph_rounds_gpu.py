@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from backend.core.output import PendingOutput, SchedulerOutput
 from backend.engine.engine_host import EngineHost
 from backend.models.sources import resolve_source
 from backend.spec_decode.heads.target import DenseTarget
 from backend.worker.graph_rounds import GraphRounds
+from backend.worker.model_runner import ModelRunner
 from tests.engine.driving import answers, config_of, held, submit
-from tests.engine.heads import KINDS, answers_and_rounds, random_head, save
+from tests.engine.heads import KINDS, answers_and_rounds, let_draft_only_where_graphs_do, random_head, save
 from tests.engine.test_gpu import prompts
 from tests.spec_decode.tiny_heads import CPU
 
@@ -64,9 +66,15 @@ def methods(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> dict[
 @pytest.mark.parametrize("load", LOADS, ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_and_drafts_are_those_without_graphs(
-    gpu_host: EngineHost, tiny_llama: Path, methods: dict[str, dict[str, Any]], method: str, load: dict[str, Any]
+    gpu_host: EngineHost,
+    tiny_llama: Path,
+    methods: dict[str, dict[str, Any]],
+    method: str,
+    load: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In float32, where rounding decides hardly ever, round by round."""
+    let_draft_only_where_graphs_do(monkeypatch)
     seen = []
     for enforce_eager in (True, False):
         gpu_host.load(config_of(tiny_llama, **methods[method], **load, kernels__enforce_eager=enforce_eager))
@@ -78,6 +86,31 @@ def test_tokens_and_drafts_are_those_without_graphs(
     assert tokens_in_graphs == tokens
     if not load.get("cache__num_blocks"):  # else who is preempted may change with how far all are
         assert drafts_in_graphs == drafts
+
+
+@pytest.mark.parametrize(
+    "load", [{}, {"speculative__max_batch": 2}, {"scheduler__max_num_batched_tokens": 33}], ids=str
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_device_that_is_far_behind_the_host_reads_what_each_step_was_given(
+    gpu_host: EngineHost,
+    tiny_llama: Path,
+    methods: dict[str, dict[str, Any]],
+    method: str,
+    load: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pause before each step, in which the host writes what the next ones are to read."""
+    gpu_host.load(config_of(tiny_llama, **methods[method], **load))
+    tokens = {key: answer.token_ids for key, answer in answers(gpu_host, prompts(), **GREEDY).items()}
+    submit_step = ModelRunner.submit
+
+    def pause_and_submit(self: ModelRunner, scheduled: SchedulerOutput) -> PendingOutput:
+        torch.cuda._sleep(3_000_000)  # cycles: a millisecond and a half
+        return submit_step(self, scheduled)
+
+    monkeypatch.setattr(ModelRunner, "submit", pause_and_submit)
+    assert {key: answer.token_ids for key, answer in answers(gpu_host, prompts(), **GREEDY).items()} == tokens
 
 
 @pytest.mark.parametrize("method", METHODS)

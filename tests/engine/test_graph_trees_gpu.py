@@ -16,7 +16,7 @@ from backend.spec_decode.heads.head_config import HeadKind
 from backend.worker.graph_rounds import GraphRounds
 from tests.engine.driving import answers, config_of
 from tests.engine.few_tokens import GREEDY, PROMPTS
-from tests.engine.heads import KINDS, answers_and_rounds, growing, num_accepted
+from tests.engine.heads import KINDS, answers_and_rounds, growing, let_draft_only_where_graphs_do, num_accepted
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,7 @@ LOADS: list[dict[str, Any]] = [
     {"cache__num_blocks": 16},
     {"scheduler__max_num_seqs": 3},
     {"speculative__num_speculative_tokens": 3},
-    {"speculative__max_batch": 2},
+    {"speculative__max_batch": 2, "scheduler__max_num_seqs": 3},  # the last requests are few
     {"cache__dtype": "int8"},
 ]
 
@@ -45,9 +45,15 @@ def options_of(load: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("load", LOADS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_rounds_are_those_without_graphs(
-    gpu_host: EngineHost, few_tokens: Path, few_tokens_heads: dict[HeadKind, Path], kind: HeadKind, load: dict[str, Any]
+    gpu_host: EngineHost,
+    few_tokens: Path,
+    few_tokens_heads: dict[HeadKind, Path],
+    kind: HeadKind,
+    load: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In float32, where rounding decides hardly ever, round by round; twice, with and without a prefix in the cache."""
+    let_draft_only_where_graphs_do(monkeypatch)
     seen = []
     for enforce_eager in (True, False):
         options = options_of(load) | {"kernels__enforce_eager": enforce_eager}

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from backend.worker.input_batch import InputBatch, StepInput
-from backend.worker.step_tensors import NUM_BUFFERS, HostBuffers, StepTensors, to_device, write_parts
+from backend.worker.step_tensors import (
+    COPIES_PER_STEP,
+    STEPS_UNDER_WAY,
+    HostBuffers,
+    StepTensors,
+    to_device,
+    write_parts,
+)
 from tests.worker.traffic import Traffic
 
 CPU = torch.device("cpu")
@@ -56,7 +63,7 @@ def test_tensors_equal_the_arrays_and_outlive_the_buffers(device: torch.device) 
     for step in built:
         kept.append(to_device(step, buffers, device))
         assert_equal(kept[-1], step, device)
-    assert len(kept) > 2 * NUM_BUFFERS
+    assert len(kept) > 2 * STEPS_UNDER_WAY * COPIES_PER_STEP
     for tensors, step in zip(kept, built, strict=True):
         assert_equal(tensors, step, device)
 
@@ -87,10 +94,10 @@ def test_a_step_larger_than_the_buffers(device: torch.device) -> None:
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_a_buffer_is_not_given_out_again_too_early(device: torch.device) -> None:
-    """Its bytes stay for as many calls as there are buffers, also when one has to grow in between."""
-    buffers = HostBuffers(device)
+    """Its bytes stay for as many calls as three steps may make, also when one has to grow in between."""
+    buffers = HostBuffers(device, copies_per_step=2)
     for size in (8, 2**20 + 8, 8, 2**22):
-        held = [buffers.next(size if turn == 0 else 16) for turn in range(NUM_BUFFERS)]
+        held = [buffers.next(size if turn == 0 else 16) for turn in range(3 * 2)]
         assert held[0].shape == (size,)
         assert all(buffer.is_pinned() == (device.type == "cuda") for buffer in held)
         for value, buffer in enumerate(held):

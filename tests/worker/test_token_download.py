@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backend.worker.step_tensors import NUM_BUFFERS, HostBuffers
+from backend.worker.step_tensors import COPIES_PER_STEP, STEPS_UNDER_WAY, HostBuffers
 from backend.worker.token_download import TokenDownload
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
@@ -32,7 +32,7 @@ def test_steps_under_way_do_not_touch_one_another(device: torch.device) -> None:
     """As many as there are buffers, though what is downloaded is overwritten in between."""
     buffers, outcomes = HostBuffers(device), torch.zeros(3, dtype=torch.int64, device=device)
     pending = []
-    for step in range(NUM_BUFFERS):
+    for step in range(STEPS_UNDER_WAY * COPIES_PER_STEP):
         outcomes.copy_(torch.tensor([step, 10 + step, -1]))
         pending.append(TokenDownload(["a", "b", "c"], outcomes, buffers, "none"))
     for step, download in enumerate(pending):
