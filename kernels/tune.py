@@ -25,14 +25,15 @@ import torch
 from torch.nn import functional as F
 
 from kernels.kernel_op import Inputs
-from kernels.ops.projection import Tiles
+from kernels.ops.projection import Tiles, fragment_tiles
 from kernels.ops.rotary_and_store import rotary_and_store
 from kernels.ops.silu_and_mul import silu_and_mul
 from kernels.registry import REGISTRY
 from kernels.timing import rotate, time_call
-from kernels.tuning import TOKEN_BUCKETS, TUNED, LinearOp, Shape
+from kernels.tuning import FRAGMENT_TOKENS, TOKEN_BUCKETS, TUNED, LinearOp, Shape
 
-# The layers of Llama-3.1-8B and SmolLM2-135M: queries, keys and values; attention's output; gate and up; down; head.
+# The layers of Llama-3.1-8B and SmolLM2-135M: queries, keys and values; attention's output; gate and up; down; head. Then those
+# of the draft heads that come for the latter: their output head, an EAGLE head's two, and Medusa's three.
 DEFAULT_SHAPES = (
     Shape("norm_qkv_rotary_store", 6144, 4096),
     Shape("norm_linear", 4096, 4096),
@@ -44,6 +45,11 @@ DEFAULT_SHAPES = (
     Shape("norm_gated_linear", 3072, 576),
     Shape("norm_linear", 576, 1536),
     Shape("norm_linear", 49152, 576),
+    Shape("norm_linear", 16384, 576),
+    Shape("norm_linear", 576, 1728),
+    Shape("norm_linear", 576, 1152),
+    Shape("norm_linear", 1536, 1152),
+    Shape("norm_linear", 2304, 576),
 )
 # (block_n, block_k, num_warps, num_stages) by block_m.
 CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
@@ -114,6 +120,8 @@ CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
         (128, 64, 8, 4),
     ),
 }
+# (block_n, shares of the columns) of products in fragments, for as many tokens as they take.
+FRAGMENT_CUTS = ((16, 2), (16, 4), (16, 8), (32, 2), (32, 4), (32, 8))
 Timer = Callable[[Callable[..., Any], Inputs], float]
 
 
@@ -133,24 +141,28 @@ class Choice:
             "num_rows": self.shape.num_rows,
             "num_columns": self.shape.num_columns,
             "num_tokens": self.num_tokens,
-            "tiles": None if self.tiles is None else list(self.tiles),
+            "tiles": None if self.tiles is None else list(self.tiles if self.tiles.fragments else self.tiles[:5]),
             "us": round(self.seconds * 1e6, 2),
             "library_us": round(self.library_seconds * 1e6, 2),
         }
 
 
-def candidates(num_tokens: int) -> list[Tiles]:
+def candidates(shape: Shape, num_tokens: int) -> list[Tiles]:
     """Tiles worth trying: as many tokens as fit one program, or half of that twice."""
     largest = next((size for size in CANDIDATES if size >= num_tokens), max(CANDIDATES))
     sizes = (1, 16) if num_tokens == 1 else (16,) if largest == 16 else (largest // 2, largest)
-    return [Tiles(block_m, *rest) for block_m in sizes for rest in CANDIDATES[block_m]]
+    tiles = [Tiles(block_m, *rest) for block_m in sizes for rest in CANDIDATES[block_m]]
+    if num_tokens <= FRAGMENT_TOKENS[-1]:
+        cuts = [fragment_tiles(num_tokens, shape.num_columns, *cut) for cut in FRAGMENT_CUTS]
+        tiles += [cut for cut in cuts if cut is not None]
+    return tiles
 
 
 def choose(shape: Shape, num_tokens: int, inputs: Inputs, timer: Timer) -> Choice:
     """Time every candidate and the library; a candidate that does not compile or fit is passed over."""
     library_seconds = timer(_library_call(shape), inputs)
     best, tiles = library_seconds, None
-    for candidate in candidates(num_tokens):
+    for candidate in candidates(shape, num_tokens):
         try:
             seconds = timer(_fused_call(shape, candidate), inputs)
         except Exception as error:  # out of shared memory or registers, in whatever way this version of triton says so
@@ -163,8 +175,10 @@ def choose(shape: Shape, num_tokens: int, inputs: Inputs, timer: Timer) -> Choic
 
 def compile_ahead(shapes: Sequence[Shape], token_counts: Sequence[int], device: torch.device) -> None:
     """Fill the compiler's cache on disk by processes side by side: one alone would spend most of its time compiling."""
-    tiles = dict.fromkeys(chain.from_iterable(map(candidates, token_counts)))
-    jobs = [(shape, candidate, device) for shape in shapes for candidate in tiles]
+    jobs = []
+    for shape in shapes:
+        tiles = dict.fromkeys(chain.from_iterable(candidates(shape, count) for count in token_counts))
+        jobs += [(shape, candidate, device) for candidate in tiles]
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=get_context("spawn")) as pool:
         list(pool.map(_compile, *zip(*jobs, strict=True), chunksize=4))
 

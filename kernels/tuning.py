@@ -15,11 +15,12 @@ from typing import Literal
 
 import torch
 
-from kernels.ops.projection import Tiles, default_tiles
+from kernels.ops.projection import SMALL_WEIGHT_BYTES, Tiles, default_tiles, fragment_tiles
 
 TUNED = Path(__file__).parent / "tuned"
 # Sizes that are measured: those of the decode graphs, but for the smallest.
 TOKEN_BUCKETS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+FRAGMENT_TOKENS = range(2, 17)
 LinearOp = Literal["norm_linear", "norm_gated_linear", "norm_qkv_rotary_store"]
 
 
@@ -33,31 +34,41 @@ class Shape:
 
 
 class TileTable:
-    """`choose` gives the tiles for a layer and a number of tokens, or None where the library's product is faster."""
+    """`choose` gives the tiles for a layer and a number of tokens, or None where the library's product is faster.
 
-    def __init__(self, rows: Mapping[tuple[Shape, int], Tiles | None]) -> None:
+    Args:
+        fragments: whether a shape that was not measured may be multiplied in fragments: weights are of two bytes, and the card
+            has a matrix unit that takes them from registers.
+    """
+
+    def __init__(self, rows: Mapping[tuple[Shape, int], Tiles | None], *, fragments: bool = False) -> None:
+        self._fragments = fragments
         self._rows: dict[Shape, dict[int, Tiles | None]] = {}
         for shape, num_tokens in sorted(rows, key=lambda key: key[1]):
             self._rows.setdefault(shape, {})[num_tokens] = rows[shape, num_tokens]
 
     @classmethod
-    def from_json(cls, text: str) -> TileTable:
+    def from_json(cls, text: str, *, fragments: bool = False) -> TileTable:
         rows = {}
         for row in json.loads(text)["rows"]:
             shape = Shape(row["op"], row["num_rows"], row["num_columns"])
             rows[shape, row["num_tokens"]] = None if row["tiles"] is None else Tiles(*row["tiles"])
-        return cls(rows)
+        return cls(rows, fragments=fragments)
 
     def choose(self, shape: Shape, num_tokens: int) -> Tiles | None:
         """The row of the next larger number of tokens, of a shape that was measured at all."""
         measured = self._rows.get(shape)
         if measured is None:
-            return default_choice(shape, num_tokens)
+            return default_choice(shape, num_tokens, fragments=self._fragments)
         return next((tiles for measured_at, tiles in measured.items() if measured_at >= num_tokens), None)
 
 
-def default_choice(shape: Shape, num_tokens: int) -> Tiles | None:
-    """A fair guess for a shape that nobody measured."""
+def default_choice(shape: Shape, num_tokens: int, *, fragments: bool = False) -> Tiles | None:
+    """A fair guess for a shape that nobody measured. `fragments`: see `TileTable`."""
+    if fragments and num_tokens in FRAGMENT_TOKENS and 2 * shape.num_rows * shape.num_columns <= SMALL_WEIGHT_BYTES:
+        tiles = fragment_tiles(num_tokens, shape.num_columns, 16, 4 if shape.num_columns <= 1536 else 8)
+        if tiles is not None:
+            return tiles
     return default_tiles(num_tokens, shape.num_rows, shape.num_columns) if num_tokens <= 32 else None
 
 
@@ -69,11 +80,12 @@ def load_table(device: torch.device, dtype: torch.dtype) -> TileTable:
     """
     if device.type != "cuda" or dtype.itemsize != 2:
         return TileTable({})
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return TileTable({}, fragments=capability >= (8, 0))
     name = torch.cuda.get_device_name(device).lower()
     tables = {path.stem: path for path in sorted(TUNED.glob("*.json"))}
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return TileTable({})
-    for stem, path in tables.items():
-        if stem in name:
-            return TileTable.from_json(path.read_text(encoding="utf-8"))
-    return TileTable.from_json(tables["h100"].read_text(encoding="utf-8")) if "h100" in tables else TileTable({})
+    path = next((path for stem, path in tables.items() if stem in name), tables.get("h100"))
+    if path is None:
+        return TileTable({}, fragments=True)
+    return TileTable.from_json(path.read_text(encoding="utf-8"), fragments=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.ops.checks import check_float_dtype, check_product, check_tensor
 from kernels.ops.pdl import supports_pdl
 from kernels.ops.projection import ProductLaunch, Tiles, default_tiles, product_launch
+from kernels.ops.registers import all_registers
 from kernels.reference.code_grid import CodeGrid
 from kernels.reference.int_words import CHUNK
 
@@ -23,6 +24,7 @@ MAX_FEW_TOKENS = 16  # that `project_codes` takes at once
 MAX_REGISTER_TOKENS = 32  # that `project_in_registers` does
 # Of 16 rows' words by a warp, so many that its registers hold: a share that is no longer is asked for all at once.
 MAX_LOADS = 8
+MAX_LOADS_ALONE = 16  # of up to 8 tokens, beside nothing but scales
 CHUNKS_AHEAD = 2  # of a longer share
 # What stands above a code's bits, twice, see `kernels.ops.int_codes`.
 MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400, torch.float32: 0}
@@ -87,14 +89,23 @@ def code_arguments(
     )
 
 
-def few_tokens_options(num_columns: int, tiles: Tiles, bits: int) -> dict[str, Any]:
-    """The constants of `project_codes`, and of the launch, that say how it is cut."""
-    most = MAX_LOADS * 16 * 4 // (tiles.block_n * bits)
-    return share_options(num_columns, tiles.num_warps, most) | {
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "num_stages": 1,
-    }
+def few_tokens_options(num_columns: int, tiles: Tiles, bits: int, origin: str) -> dict[str, Any]:
+    """The constants of `project_codes`, and of the launch, that say how it is cut.
+
+    Args:
+        origin: ORIGIN of `code_arguments`.
+    """
+    most = MAX_LOADS_ALONE if tiles.block_m <= 8 and origin == "none" else MAX_LOADS
+    options = share_options(num_columns, tiles.num_warps, most * 16 * 4 // (tiles.block_n * bits))
+    # Measured on an H200: long shares of few tokens gain more from further programs on a multiprocessor than from registers,
+    # where there are two of them to a program, and where codes of 8 bits are cut into eight.
+    prefers_programs = tiles.block_m <= 8 and not options["ONCE"]
+    prefers_programs = prefers_programs and (
+        tiles.num_warps >= 8 if bits == 8 else tiles.num_warps <= 2 and origin == "none"
+    )
+    if not prefers_programs:
+        options |= all_registers(tiles.num_warps)
+    return options | {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "num_stages": 1}
 
 
 def share_options(num_columns: int, shares: int, most_at_once: int) -> dict[str, Any]:
@@ -115,19 +126,21 @@ def share_options(num_columns: int, shares: int, most_at_once: int) -> dict[str,
     }
 
 
-def default_int_tiles(num_tokens: int, num_rows: int, num_columns: int) -> Tiles:
+def default_int_tiles(num_tokens: int, num_rows: int, num_columns: int, bits: int) -> Tiles:
     """Tiles for a shape that was not measured."""
     if num_tokens <= MAX_FEW_TOKENS:
         # Measured on an H200 with the layers of Llama-3.1-8B: where there are many rows, few shares keep programs long enough;
-        # a narrow layer wants more of them, but for one token only so many that a share is asked for all at once.
+        # long rows want many shares, and a narrow layer many programs.
         block_m = 1 if num_tokens == 1 else 8 if num_tokens <= 8 else 16
         num_chunks = triton.cdiv(num_columns, CHUNK)
-        if num_rows >= 16384:
+        if bits == 8 and num_tokens <= 8:
+            block_n, shares = 16, 8 if num_chunks > 32 else 4
+        elif num_rows >= 16384:
             block_n, shares = 32, 2
-        elif num_tokens == 1:
-            block_n, shares = 16, 4 if num_chunks <= 4 * MAX_LOADS else 8
+        elif num_chunks > 32:
+            block_n, shares = 32, 8
         else:
-            block_n, shares = 32, 4 if num_rows > 4096 else 8
+            block_n, shares = 32 if num_rows > 4096 else 16, 4
         return Tiles(block_m, block_n, CHUNK, min(shares, triton.next_power_of_2(num_chunks)), 1)
     if num_tokens <= MAX_REGISTER_TOKENS:
         return Tiles(32, 128, CHUNK, 8, 1)
@@ -176,7 +189,7 @@ def fused_launch(
         product = product_launch(x, weight, square_sums, tiles, box_rows=tiles.block_n // 2)
         constants = {"BITS": 0, "ORIGIN": "none", "GROUP": 0, "EVEN": False, "AHEAD": 1, "ONCE": False, "SHARES": 1}
         return FusedLaunch(product._replace(options=product.options | constants), tiles, NO_CODES)
-    tiles = tiles or default_int_tiles(num_tokens, len(weight), num_columns)
+    tiles = tiles or default_int_tiles(num_tokens, len(weight), num_columns, code.options["BITS"])
     if tiles.block_m not in (1, 8, 16) or tiles.block_n % 16:
         raise ValueError(f"tiles are {tiles}; with a code_grid block_m is 1, 8 or 16 and block_n a multiple of 16")
     pdl = supports_pdl(x.device)
@@ -184,7 +197,7 @@ def fused_launch(
     options = (
         matrix
         | code.options
-        | few_tokens_options(num_columns, tiles, code.options["BITS"])
+        | few_tokens_options(num_columns, tiles, code.options["BITS"], code.options["ORIGIN"])
         | {"PDL": pdl, "launch_pdl": pdl}
     )
     codes = (code.scales, code.origins, MAGIC[x.dtype], code.num_chunks, *code.strides[1:])

@@ -20,10 +20,15 @@ import triton
 import triton.language as tl
 
 from kernels.ops.code_loads import tile_row
+from kernels.ops.registers import all_registers
 
 STEP = 32  # columns
-MAX_REGISTERS = 255  # of a thread
-MULTIPROCESSOR_REGISTERS = 65536
+MAX_SHARE_REGISTERS = 192  # of a thread, for operands beside the sums and all else
+
+
+def step_registers(block_m: int, block_n: int) -> int:
+    """Of a thread, for both operands of a step in two bytes each."""
+    return block_n // 16 * 8 + block_m // 8 * 4
 
 
 def fragment_options(num_columns: int, shares: int, block_k: int) -> dict[str, Any]:
@@ -42,10 +47,7 @@ def fragment_options(num_columns: int, shares: int, block_k: int) -> dict[str, A
         "BLOCK_K": ahead * STEP,
         "EVEN_K": num_columns % (STEP * shares * (1 if once else ahead)) == 0,
         "num_stages": 1,
-        # All that a multiprocessor has for a thread. Of itself the compiler makes do with fewer, and asks for what is left of x
-        # after its first product only.
-        "maxnreg": min(MAX_REGISTERS, MULTIPROCESSOR_REGISTERS // (32 * shares)),
-    }
+    } | all_registers(shares)
 
 
 @triton.jit

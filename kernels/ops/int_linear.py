@@ -170,7 +170,7 @@ def int_linear(
         weight = dequantize_codes(words, scales, bits, num_columns, zero_points, minimums, dtype=x.dtype)
         product = F.linear(x, weight, bias)
         return output.copy_(product if residual is None else product.add_(residual))
-    tiles = tiles or default_int_tiles(num_tokens, code.num_rows, num_columns)
+    tiles = tiles or default_int_tiles(num_tokens, code.num_rows, num_columns, bits)
     tensors = (x, words, code.scales, code.origins, bias, residual)
     sizes = (MAGIC[x.dtype], num_tokens, code.num_rows, num_columns, code.num_chunks)
     strides = (output.stride(0), x.stride(0), *code.strides, 0 if residual is None else residual.stride(0))
@@ -184,7 +184,7 @@ def int_linear(
             *sizes,
             *strides,
             **options,
-            **few_tokens_options(num_columns, tiles, bits),
+            **few_tokens_options(num_columns, tiles, bits, options["ORIGIN"]),
             PDL=pdl,
             launch_pdl=pdl,  # pyright: ignore[reportCallIssue]  (a launch option, not the kernel's)
         )

@@ -16,11 +16,12 @@ from kernels.ops.code_launch import share_options
 from kernels.ops.nf4_levels import LEVEL_SCALE
 from kernels.ops.pdl import supports_pdl
 from kernels.ops.projection import Tiles
+from kernels.ops.registers import all_registers
 from kernels.reference.int_words import CHUNK
 
 MIN_BLOCK = 32  # columns
 MAX_FEW_TOKENS = 16  # that `project_nf4` takes at once
-MAX_CHUNKS = 4  # of 16 rows, that a warp's registers hold beside what looks levels up
+MAX_CHUNKS = 8  # of 16 rows, that a warp's registers hold beside what looks levels up
 
 
 def check_nf4_product(
@@ -50,16 +51,21 @@ def few_tokens_options(
 ) -> dict[str, Any]:
     """The constants of `project_nf4`, and of the launch, that say how it is cut."""
     pdl = supports_pdl(device)
-    return share_options(num_columns, tiles.num_warps, MAX_CHUNKS * 16 // tiles.block_n) | {
-        "LEVEL_SCALE": LEVEL_SCALE[dtype],
-        "BLOCK": block_columns(num_columns, num_blocks),
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "ASM": device.type == "cuda",
-        "PDL": pdl,
-        "num_stages": 1,
-        "launch_pdl": pdl,
-    }
+    options = share_options(num_columns, tiles.num_warps, MAX_CHUNKS * 16 // tiles.block_n)
+    return (
+        options
+        | all_registers(tiles.num_warps)
+        | {
+            "LEVEL_SCALE": LEVEL_SCALE[dtype],
+            "BLOCK": block_columns(num_columns, num_blocks),
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "ASM": device.type == "cuda",
+            "PDL": pdl,
+            "num_stages": 1,
+            "launch_pdl": pdl,
+        }
+    )
 
 
 def block_columns(num_columns: int, num_blocks: int) -> int:
@@ -71,8 +77,8 @@ def default_nf4_tiles(num_tokens: int, num_rows: int, num_columns: int) -> Tiles
     """Tiles for a shape that was not measured."""
     if num_tokens <= MAX_FEW_TOKENS:
         block_m = 1 if num_tokens == 1 else 8 if num_tokens <= 8 else 16
-        # Few shares keep a wide layer's programs long enough, more of them keep a narrow one's loads under way.
-        shares = min(4 if num_rows >= 16384 else 8, triton.next_power_of_2(triton.cdiv(num_columns, CHUNK)))
+        # Measured on an H200 with the layers of Llama-3.1-8B, of all of which four shares were best.
+        shares = min(4, triton.next_power_of_2(triton.cdiv(num_columns, CHUNK)))
         return Tiles(block_m, 16, CHUNK, shares, 1)
     block_m = min(64, triton.next_power_of_2(num_tokens))
     return Tiles(block_m, 128 if num_rows >= 16384 else 64, CHUNK, 4, 3)

@@ -15,7 +15,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.ops.box_projection import project_boxes
-from kernels.ops.fragment_projection import STEP, fragment_options, project_fragments
+from kernels.ops.fragment_projection import (
+    MAX_SHARE_REGISTERS,
+    STEP,
+    fragment_options,
+    project_fragments,
+    step_registers,
+)
 from kernels.ops.pdl import prefetch_rows, supports_pdl
 
 # Of a weight whose reading is a matter of latency rather than of bandwidth.
@@ -43,6 +49,15 @@ def default_tiles(num_tokens: int, num_rows: int, num_columns: int) -> Tiles:
     block_m = min(64, max(16, triton.next_power_of_2(num_tokens)))
     # Within the shared memory of a consumer card, in float32 too.
     return Tiles(block_m, 32, min(128, max(16, triton.next_power_of_2(num_columns))), 4, 3 if block_m <= 32 else 2)
+
+
+def fragment_tiles(num_tokens: int, num_columns: int, block_n: int, shares: int) -> Tiles | None:
+    """Tiles with which each warp asks for its whole share of the columns at once; None where its registers cannot hold it."""
+    block_m = 8 if num_tokens <= 8 else 16
+    num_steps = max(1, triton.cdiv(triton.cdiv(num_columns, STEP), shares))
+    if num_steps * step_registers(block_m, block_n) > MAX_SHARE_REGISTERS:
+        return None
+    return Tiles(block_m, block_n, num_steps * STEP, shares, 1, fragments=True)
 
 
 def is_small(weight: Tensor) -> bool:

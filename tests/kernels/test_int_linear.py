@@ -87,7 +87,7 @@ def test_shares_that_all_have_the_same_full_chunks(
     num_tokens: int, tiles: Tiles, num_columns: int, bits: int, origin: str, device: torch.device
 ) -> None:
     """They are loaded without masks."""
-    assert few_tokens_options(num_columns, tiles, bits)["EVEN"]
+    assert few_tokens_options(num_columns, tiles, bits, "none")["EVEN"]
     sizes = {"num_columns": num_columns, "group_size": 128, "num_rows": 21, "num_tokens": num_tokens}
     inputs = OP.make_inputs(torch.float32, device, bits=bits, origin=origin, **sizes)
     torch.testing.assert_close(int_linear(**inputs, tiles=tiles).cpu().double(), naive(inputs), atol=2e-5, rtol=1e-5)
@@ -97,7 +97,7 @@ def test_shares_that_all_have_the_same_full_chunks(
 def test_long_shares_of_eight_warps(num_columns: int, even: bool, device: torch.device) -> None:
     """More of x is under way in them; with 19 chunks of 128 columns one share has a single chunk, and one has none."""
     tiles = Tiles(16, 64, 128, 8, 1)
-    options = few_tokens_options(num_columns, tiles, 8)
+    options = few_tokens_options(num_columns, tiles, 8, "none")
     assert (options["SHARES"], options["ONCE"], options["EVEN"]) == (8, False, even)
     sizes = {"num_columns": num_columns, "group_size": 32, "num_rows": 21, "num_tokens": 9}
     inputs = OP.make_inputs(torch.float32, device, bits=8, **sizes)

@@ -135,7 +135,7 @@ def test_codes_in_full_shares(tiles: Tiles, num_columns: int, device: torch.devi
     """Three tokens, in as many programs where a program takes one. Loads have no masks."""
     codes = {"bits": 4, "num_columns": num_columns, "group_size": 128, "origin": "float"}
     inputs = make_inputs(torch.float32, device, num_tokens=3, intermediate=16, num_parts=0, bias=False, **codes)
-    assert few_tokens_options(num_columns, tiles, 4)["EVEN"]
+    assert few_tokens_options(num_columns, tiles, 4, "none")["EVEN"]
     assert_right(norm_gated_linear(**inputs, tiles=tiles), as_matrix(inputs))
 
 

@@ -186,7 +186,7 @@ def test_codes_in_full_shares(tiles: Tiles, num_columns: int, head_dim: int, dev
     codes = {"bits": 4, "num_columns": num_columns, "group_size": 128, "origin": "integer"}
     heads = {"num_heads": 1, "head_dim": head_dim}
     inputs = make_inputs(torch.float32, device, num_tokens=3, num_parts=0, bias=False, **codes | heads)
-    assert few_tokens_options(num_columns, tiles, 4)["EVEN"]
+    assert few_tokens_options(num_columns, tiles, 4, "none")["EVEN"]
     expected = naive(as_matrix(inputs))
     assert_right(norm_qkv_rotary_store(**inputs, tiles=tiles), inputs, expected)
 

@@ -20,6 +20,15 @@ CHOSEN = Tiles(16, 64, 128, 4, 3)
 
 def assert_valid(tiles: Tiles, shape: Shape, element_bytes: int) -> None:
     """What a launch needs: powers of two, a matrix unit's least, and room for the loads that are under way."""
+    if tiles.fragments:
+        assert tiles.block_m in (8, 16), tiles
+        assert tiles.block_n in (16, 32), tiles
+        assert tiles.num_warps in (2, 4, 8), tiles
+        shares = tiles.block_k * tiles.num_warps
+        assert shares - 32 * tiles.num_warps < shape.num_columns <= shares, "each warp holds its share, and no more"
+        # Of a thread's 255 registers: rows g and g + 8, and a token of every eight, 8 columns of each a step.
+        assert tiles.block_k // 32 * (tiles.block_n // 16 * 2 + tiles.block_m // 8) * 8 * element_bytes // 4 < 200
+        return
     assert all(size >= 1 and size & (size - 1) == 0 for size in tiles[:4]), tiles
     assert tiles.block_m == 1 or tiles.block_m >= 16, tiles
     assert tiles.block_m == 1 or (tiles.block_k >= 16 and tiles.block_n >= 16), tiles
@@ -51,6 +60,7 @@ def test_shipped_tables_are_whole_and_valid(path: Path) -> None:
         if chosen is not None:
             assert_valid(chosen, shape, 2)
             assert chosen.block_m > 1 or row["num_tokens"] == 1, "a program per token reads the weight for each"
+            assert not chosen.fragments or row["num_tokens"] <= chosen.block_m, "another program reads the weight again"
     assert buckets
     for tokens in buckets.values():
         assert len(set(tokens)) == len(tokens)
@@ -106,6 +116,29 @@ def test_default_tiles_are_valid(num_columns: int, op: LinearOp) -> None:
     for num_tokens in (1, 2, 16, 17, 32, 64, 1000):
         for element_bytes in (2, 4):
             assert_valid(default_tiles(num_tokens, shape.num_rows, num_columns), shape, element_bytes)
+
+
+@pytest.mark.parametrize("num_columns", [32, 40, 576, 1536, 1728, 3072])
+@pytest.mark.parametrize("num_tokens", [2, 8, 9, 16])
+def test_a_small_layer_that_was_not_measured_is_multiplied_in_fragments(num_tokens: int, num_columns: int) -> None:
+    """Of two bytes, for as many tokens as fit one program."""
+    table, shape = TileTable({}, fragments=True), Shape("norm_linear", 512, num_columns)
+    chosen = table.choose(shape, num_tokens)
+    assert chosen is not None
+    assert chosen.fragments
+    assert chosen.block_m == (8 if num_tokens <= 8 else 16)
+    assert_valid(chosen, shape, 2)
+    for other, count in (
+        (shape, 1),
+        (shape, 17),
+        (Shape("norm_linear", 2**23 // num_columns, num_columns), num_tokens),
+    ):
+        assert (
+            table.choose(other, count)
+            == default_choice(other, count)
+            == default_tiles(count, other.num_rows, num_columns)
+        )
+    assert TileTable({}).choose(shape, num_tokens) == default_choice(shape, num_tokens)
 
 
 @pytest.fixture
