@@ -30,7 +30,7 @@ from kernels.ops.rotary_and_store import rotary_and_store
 from kernels.ops.silu_and_mul import silu_and_mul
 from kernels.registry import REGISTRY
 from kernels.timing import rotate, time_call
-from kernels.tuning import FRAGMENT_TOKENS, TOKEN_BUCKETS, TUNED, LinearOp, Shape
+from kernels.tuning import FRAGMENT_TOKENS, TOKEN_BUCKETS, TUNED, LinearOp, Shape, is_small_shape
 
 # The layers of Llama-3.1-8B and SmolLM2-135M: queries, keys and values; attention's output; gate and up; down; head. Then those
 # of the draft heads that come for the latter: their output head, an EAGLE head's two, and Medusa's three.
@@ -120,7 +120,8 @@ CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
         (128, 64, 8, 4),
     ),
 }
-# (block_n, shares of the columns) of products in fragments, for as many tokens as they take.
+MAX_FRAGMENT_TOKENS = 128
+# (block_n, shares of the columns) of products in fragments.
 FRAGMENT_CUTS = ((16, 2), (16, 4), (16, 8), (32, 2), (32, 4), (32, 8))
 Timer = Callable[[Callable[..., Any], Inputs], float]
 
@@ -152,7 +153,8 @@ def candidates(shape: Shape, num_tokens: int) -> list[Tiles]:
     largest = next((size for size in CANDIDATES if size >= num_tokens), max(CANDIDATES))
     sizes = (1, 16) if num_tokens == 1 else (16,) if largest == 16 else (largest // 2, largest)
     tiles = [Tiles(block_m, *rest) for block_m in sizes for rest in CANDIDATES[block_m]]
-    if num_tokens <= FRAGMENT_TOKENS[-1]:
+    # Beyond 16 tokens further programs read the weight again, which a small one's time has room for.
+    if num_tokens <= FRAGMENT_TOKENS[-1] or (num_tokens <= MAX_FRAGMENT_TOKENS and is_small_shape(shape)):
         cuts = [fragment_tiles(num_tokens, shape.num_columns, *cut) for cut in FRAGMENT_CUTS]
         tiles += [cut for cut in cuts if cut is not None]
     return tiles

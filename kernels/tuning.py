@@ -39,21 +39,25 @@ class TileTable:
     Args:
         fragments: whether a shape that was not measured may be multiplied in fragments: weights are of two bytes, and the card
             has a matrix unit that takes them from registers.
+        name: of the file with the rows; None: there is none.
     """
 
-    def __init__(self, rows: Mapping[tuple[Shape, int], Tiles | None], *, fragments: bool = False) -> None:
+    def __init__(
+        self, rows: Mapping[tuple[Shape, int], Tiles | None], *, fragments: bool = False, name: str | None = None
+    ) -> None:
+        self.name = name
         self._fragments = fragments
         self._rows: dict[Shape, dict[int, Tiles | None]] = {}
         for shape, num_tokens in sorted(rows, key=lambda key: key[1]):
             self._rows.setdefault(shape, {})[num_tokens] = rows[shape, num_tokens]
 
     @classmethod
-    def from_json(cls, text: str, *, fragments: bool = False) -> TileTable:
+    def from_json(cls, text: str, *, fragments: bool = False, name: str | None = None) -> TileTable:
         rows = {}
         for row in json.loads(text)["rows"]:
             shape = Shape(row["op"], row["num_rows"], row["num_columns"])
             rows[shape, row["num_tokens"]] = None if row["tiles"] is None else Tiles(*row["tiles"])
-        return cls(rows, fragments=fragments)
+        return cls(rows, fragments=fragments, name=name)
 
     def choose(self, shape: Shape, num_tokens: int) -> Tiles | None:
         """The row of the next larger number of tokens, of a shape that was measured at all."""
@@ -63,9 +67,14 @@ class TileTable:
         return next((tiles for measured_at, tiles in measured.items() if measured_at >= num_tokens), None)
 
 
+def is_small_shape(shape: Shape) -> bool:
+    """Whether a weight of that shape, in two bytes, is a matter of latency rather than of bandwidth."""
+    return 2 * shape.num_rows * shape.num_columns <= SMALL_WEIGHT_BYTES
+
+
 def default_choice(shape: Shape, num_tokens: int, *, fragments: bool = False) -> Tiles | None:
     """A fair guess for a shape that nobody measured. `fragments`: see `TileTable`."""
-    if fragments and num_tokens in FRAGMENT_TOKENS and 2 * shape.num_rows * shape.num_columns <= SMALL_WEIGHT_BYTES:
+    if fragments and num_tokens in FRAGMENT_TOKENS and is_small_shape(shape):
         tiles = fragment_tiles(num_tokens, shape.num_columns, 16, 4 if shape.num_columns <= 1536 else 8)
         if tiles is not None:
             return tiles
@@ -88,4 +97,4 @@ def load_table(device: torch.device, dtype: torch.dtype) -> TileTable:
     path = next((path for stem, path in tables.items() if stem in name), tables.get("h100"))
     if path is None:
         return TileTable({}, fragments=True)
-    return TileTable.from_json(path.read_text(encoding="utf-8"), fragments=True)
+    return TileTable.from_json(path.read_text(encoding="utf-8"), fragments=True, name=path.stem)

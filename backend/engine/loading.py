@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from backend.config import EngineConfig
 from backend.core.block_hash import BlockHash, prefix_key
 from backend.core.kv_format import KV_FORMATS
@@ -29,7 +31,7 @@ from backend.worker.device import choose_device
 from backend.worker.executor import InProcessExecutor
 from backend.worker.head_runner import HeadModelRunner
 from backend.worker.lookahead_runner import LookaheadModelRunner
-from backend.worker.model_runner import ModelRunner
+from backend.worker.model_runner import DTYPES, ModelRunner
 from backend.worker.speculative_runner import SpeculativeModelRunner
 from backend.worker.tree_runner import TreeModelRunner
 
@@ -139,10 +141,20 @@ def load_engine(config: EngineConfig, on_phase: Callable[[Phase], None]) -> Load
             "kv_cache_bytes": memory.kv_cache_bytes,
             "kv_bytes_per_token": _bytes_per_token(runner.kv_groups[0], decoder_config.num_layers),
             "num_blocks": num_blocks,
+            "tile_table": _tile_table(resolved),
         },
         notices=(*loaded.notices, *notices, *layout_notices, *speculation_notices),
     )
     return LoadedEngine(engine, tokenizer, info)
+
+
+def _tile_table(resolved: EngineConfig) -> str | None:
+    """The measured tiles that linear layers take; None: none are."""
+    if resolved.kernels.backend != "triton" or resolved.kernels.batch_invariant:
+        return None
+    from kernels.tuning import load_table  # needs triton, which a CPU does without
+
+    return load_table(torch.device(resolved.model.device), DTYPES[resolved.model.dtype]).name
 
 
 def _resolve_draft(model: str) -> ModelSource:
