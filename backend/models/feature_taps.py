@@ -20,6 +20,11 @@ class FeatureTaps:
         states = torch.empty(num_tokens, len(layers), like.shape[1], dtype=like.dtype, device=like.device)
         return cls(tuple(layers), states)
 
+    def place(self, num_layers: int, otherwise: Tensor) -> Tensor:
+        """Where the residual stream behind so many layers is to be written: `otherwise`, float [num_tokens, hidden], if it is not
+        asked for."""
+        return self.states[:, self.layers.index(num_layers)] if num_layers in self.layers else otherwise
+
     def take(self, num_layers: int, residual: Tensor) -> None:
         """Copy the residual stream behind so many layers, float [num_tokens, hidden], if it is asked for."""
         if num_layers in self.layers:

@@ -59,6 +59,14 @@ class _Fused(NamedTuple):
     tiles: Tiles | None
 
 
+class _Stream(NamedTuple):
+    """Where a layer finds the residual stream, float [num_tokens, hidden] each, and leaves it behind its halves; may be one."""
+
+    residual: Tensor
+    middle: Tensor
+    output: Tensor
+
+
 class TritonDecoder:
     """Runs on the weights of a `Decoder`, of which it is an executor: same arguments, same results within rounding.
 
@@ -116,13 +124,15 @@ class TritonDecoder:
         plan = self._plan(token_ids.shape[0])
         layers = self._layers
         norm_weights = [layer.attention_norm.weight if plan.defers_norm else None for layer in layers]
-        residual, deferred = embed_tokens(token_ids, rows, sampled_token_ids, self._model.embedding, norm_weights[0])
+        stream, deferred = embed_tokens(token_ids, rows, sampled_token_ids, self._model.embedding, norm_weights[0])
         parts = zip(layers, layer_caches, [*norm_weights[1:], None], strict=True)
+        residual = stream
         for index, (layer, layer_cache, next_norm_weight) in enumerate(parts, start=1):
             group = metadata.of_group(layer_cache.group)
-            deferred = self._layer(layer, plan, residual, deferred, next_norm_weight, layer_cache, group, attention)
-            if taps is not None:
-                taps.take(index, residual)
+            output = stream if taps is None else taps.place(index, stream)
+            places = _Stream(residual, stream, output)
+            deferred = self._layer(layer, plan, places, deferred, next_norm_weight, layer_cache, group, attention)
+            residual = output
         return residual
 
     @torch.inference_mode()
@@ -135,7 +145,8 @@ class TritonDecoder:
         attention: AttentionBackend,
     ) -> Tensor:
         """A layer more, of the shape of the model's own: float [num_tokens, hidden], which is updated in place."""
-        self._layer(layer, self._plan(hidden.shape[0]), hidden, None, None, layer_cache, metadata, attention)
+        places = _Stream(hidden, hidden, hidden)
+        self._layer(layer, self._plan(hidden.shape[0]), places, None, None, layer_cache, metadata, attention)
         return hidden
 
     def final_hidden(self, hidden: Tensor) -> Tensor:
@@ -169,14 +180,15 @@ class TritonDecoder:
         self,
         layer: DecoderLayer,
         plan: _Plan,
-        residual: Tensor,
+        places: _Stream,
         deferred: DeferredNorm | None,
         next_norm_weight: Tensor | None,
         layer_cache: LayerCache,
         metadata: AttentionMetadata,
         attention: AttentionBackend,
     ) -> DeferredNorm | None:
-        """One layer; `residual` is updated in place. Takes the begin of its first norm and gives that of the next."""
+        """One layer. Takes the begin of its first norm and gives that of the next."""
+        residual = places.residual
         module, norm = layer.attention, layer.attention_norm
         cache = (self._model.cos_sin_cache, layer_cache.key_cache, layer_cache.value_cache, metadata.slot_mapping)
         scales = (layer_cache.key_scales, layer_cache.value_scales)
@@ -201,22 +213,25 @@ class TritonDecoder:
         attended = attention.forward(query, layer_cache, metadata, module.scale).flatten(1)
         norm = layer.mlp_norm
         deferred = _add_product(
-            residual, attended, module.output, plan.output, norm.weight if plan.defers_norm else None
+            residual, attended, module.output, plan.output, norm.weight if plan.defers_norm else None, places.middle
         )
 
+        residual = places.middle
         fused = _fused(layer.mlp.gate_up, plan.gate_up, len(residual))
         if fused is None:
             gated = gated_product(residual, norm, layer.mlp.gate_up)
             if gated is None:
                 gate_up = normed_product(residual, norm, layer.mlp.gate_up)
                 if add_gated_codes(residual, gate_up, layer.mlp.down):
+                    if places.output is not residual:
+                        places.output.copy_(residual)
                     return None
                 gated = silu_and_mul(gate_up)
         else:
             hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
             weight, bias, code_grid, tiles = fused
             gated = norm_gated_linear(hidden, weight, square_sums, norm.eps, bias, code_grid, tiles=tiles)
-        return _add_product(residual, gated, layer.mlp.down, plan.down, next_norm_weight)
+        return _add_product(residual, gated, layer.mlp.down, plan.down, next_norm_weight, places.output)
 
     def _plan(self, num_tokens: int) -> _Plan:
         plan = self._plans.get(num_tokens)
@@ -269,23 +284,27 @@ def _add_product(
     linear: Linear | QuantizedLinear,
     tiles: Tiles | None,
     next_norm_weight: Tensor | None,
+    output: Tensor,
 ) -> DeferredNorm | None:
-    """`residual += x W^T + b`, and the begin of the norm that follows, if that is wanted."""
-    if isinstance(linear, QuantizedLinear):
-        linear.packed.add_to(residual, x, linear.bias)
-        return None
-    weight, bias = _parameters(linear)
-    if tiles is not None:
+    """`output = residual + x W^T + b`, and the begin of the norm that follows, if that is wanted."""
+    if not isinstance(linear, QuantizedLinear) and tiles is not None:
+        weight, bias = _parameters(linear)
         return norm_linear(
             x,
             weight,
             bias=bias,
             residual=residual,
             next_norm_weight=next_norm_weight,
-            output=residual,
+            output=output,
             tiles=tiles,
         )[1]
+    if output is not residual:
+        output.copy_(residual)
+    if isinstance(linear, QuantizedLinear):
+        linear.packed.add_to(output, x, linear.bias)
+        return None
+    weight, bias = _parameters(linear)
     if bias is not None:
-        residual += bias
-    residual.addmm_(x, weight.t())
+        output += bias
+    output.addmm_(x, weight.t())
     return None

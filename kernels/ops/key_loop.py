@@ -1,4 +1,4 @@
-"""The loop of `paged_attention` over keys: an online softmax. Not an op: a device function."""
+"""The loop of `paged_attention` over keys: an online softmax. Not an op: device functions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,29 @@ import triton
 import triton.language as tl
 
 from kernels.ops.kv_quantization import load_keys_and_values
+
+
+@triton.jit
+def key_share(begin, end, split, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of keys from `begin` up to `end`, where share number `split` begins and ends, and how many there are.
+
+    They are of equal length, at most NUM_SPLITS, and none but the last is shorter than MIN_KEYS.
+    """
+    num_shares = 1
+    if NUM_SPLITS > 1:
+        num_keys = tl.maximum((end - begin + NUM_SPLITS - 1) // NUM_SPLITS, MIN_KEYS)
+        num_keys = (num_keys + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        num_shares = tl.maximum((end - begin + num_keys - 1) // num_keys, 1)
+        begin += split * num_keys
+        end = tl.minimum(begin + num_keys, end)
+    return begin, end, num_shares
+
+
+@triton.jit
+def load_block_ids(block_ids_ptr, begin, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of the BLOCK_N keys from place `begin` on, up to `end`."""
+    place = begin + tl.arange(0, BLOCK_N)
+    return tl.load(block_ids_ptr + place // BLOCK_SIZE, mask=place < end, other=0)
 
 
 @triton.jit
@@ -27,6 +50,7 @@ def attend_keys(
     key_scales_ptr,
     value_scales_ptr,
     scale_log2,
+    next_block_id,
     stride_key_cache_block,
     stride_key_cache_slot,
     stride_value_cache_block,
@@ -37,9 +61,13 @@ def attend_keys(
     FORMAT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    AHEAD: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add the keys at places from `begin` up to `stop` to the running softmax; MASKED where a row may not see all of them.
+
+    With AHEAD, `next_block_id` [BLOCK_N] are the blocks of the first keys, as `load_block_ids` gives them, and what is returned
+    in its place those of the keys from `stop` on.
 
     A row sees the keys up to its own `place` in its request, with a window those behind its `position` less that; of the 64
     from `tree_start` on those whose bit it has. Without trees `tree_bits` is None, and both are the same.
@@ -50,7 +78,10 @@ def attend_keys(
         key_place = key_start + tl.arange(0, BLOCK_N)
         # Slots past the end may hold anything, NaN included, which no weight of zero would undo: they are not loaded.
         key_mask = key_place < end
-        if MASKED:
+        if AHEAD:
+            block_id = next_block_id.to(tl.int64)
+            next_block_id = load_block_ids(block_ids_ptr, key_start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        elif MASKED:
             block_id = tl.load(block_ids_ptr + key_place // BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
         else:
             block_id = tl.load(block_ids_ptr + key_place // BLOCK_SIZE).to(tl.int64)
@@ -106,4 +137,4 @@ def attend_keys(
         attended = attended * rescale[:, None]
         attended = tl.dot(weights.to(value.dtype), value, attended, input_precision="ieee")
         row_max = new_max
-    return row_max, row_sum, attended
+    return row_max, row_sum, attended, next_block_id

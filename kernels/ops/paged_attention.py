@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.arrivals import arrival_counters
-from kernels.ops.attention_tiles import TileSizes, choose_num_splits, tile_sizes
+from kernels.ops.attention_tiles import MIN_KEYS, TileSizes, choose_num_splits, tile_sizes
 from kernels.ops.checks import as_bytes, check_attention, check_tensor, check_trees
-from kernels.ops.key_loop import attend_keys
+from kernels.ops.key_loop import attend_keys, key_share, load_block_ids
 from kernels.ops.pdl import supports_pdl
 from kernels.ops.split_sums import add_up, is_last
 from kernels.ops.tree_mask import NO_TREE, within_window
@@ -68,6 +68,7 @@ def _paged_attention_kernel(
     NUM_SPLITS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile of a request's query rows, one KV head and one share of the keys per program, with an online softmax.
@@ -79,6 +80,9 @@ def _paged_attention_kernel(
 
     With splits the keys of a tile are cut into that many shares of equal length at most, none shorter than MIN_KEYS, as in
     `paged_decode_attention`: programs without a share exit, and of several the one that arrives last adds up.
+
+    AHEAD, where tiles are short: the first keys' blocks are looked up before the kernel before this one has ended, and others
+    while the keys before them are attended to.
 
     Rows that are nodes of a tree of drafts mask its keys by their ancestors' bits, as in SpecInfer (Miao et al., 2024).
 
@@ -101,6 +105,12 @@ def _paged_attention_kernel(
     query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
     first_row = (tile - query_start // BLOCK_Q - request) * BLOCK_Q
     num_computed = tl.load(seq_lens_ptr + request) - query_len
+    last_end = num_computed + tl.minimum(first_row + BLOCK_Q, query_len)
+    block_ids_ptr = block_table_ptr + request * stride_block_table_req
+    next_block_id = tl.zeros([BLOCK_N], dtype=tl.int32)
+    if AHEAD:
+        begin, end, _ = key_share(0, last_end, tl.program_id(2), NUM_SPLITS, MIN_KEYS, BLOCK_N)
+        next_block_id = load_block_ids(block_ids_ptr, begin, end, BLOCK_SIZE, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if first_row >= query_len:
@@ -137,16 +147,10 @@ def _paged_attention_kernel(
         if tree_mask_ptr is not None:
             first_position = tl.where(is_tree, tree_start, first_position)
         begin = tl.maximum(first_position - WINDOW + 1, 0)
-    end = num_computed + tl.minimum(first_row + BLOCK_Q, query_len)
+    begin, end, num_shares = key_share(begin, last_end, tl.program_id(2), NUM_SPLITS, MIN_KEYS, BLOCK_N)
+    if tl.program_id(2) >= num_shares:
+        return
     # Whole tiles of keys that every row sees need no mask; with a window there is no telling, so there are none.
-    if NUM_SPLITS > 1:
-        num_keys = tl.maximum((end - begin + NUM_SPLITS - 1) // NUM_SPLITS, MIN_KEYS)
-        num_keys = (num_keys + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        num_shares = tl.maximum((end - begin + num_keys - 1) // num_keys, 1)
-        if tl.program_id(2) >= num_shares:
-            return
-        begin += tl.program_id(2) * num_keys
-        end = tl.minimum(begin + num_keys, end)
     unmasked_end = begin
     if WINDOW is None:
         num_common = num_computed + first_row + 1
@@ -154,14 +158,13 @@ def _paged_attention_kernel(
             num_common = tl.where(is_tree, tree_start, num_common)
         unmasked_end = tl.minimum(num_common // BLOCK_N * BLOCK_N, end)
         unmasked_end = tl.maximum(unmasked_end, begin)
-    block_ids_ptr = block_table_ptr + request * stride_block_table_req
     key_head_ptr = key_cache_ptr + kv_head * stride_key_cache_head
     value_head_ptr = value_cache_ptr + kv_head * stride_value_cache_head
     scale_log2 = scale * 1.4426950408889634  # exp(x) = exp2(x * log2(e)), and exp2 is what the hardware has
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     attended = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    row_max, row_sum, attended = attend_keys(
+    row_max, row_sum, attended, next_block_id = attend_keys(
         row_max,
         row_sum,
         attended,
@@ -179,6 +182,7 @@ def _paged_attention_kernel(
         key_scales_ptr,
         value_scales_ptr,
         scale_log2,
+        next_block_id,
         stride_key_cache_block,
         stride_key_cache_slot,
         stride_value_cache_block,
@@ -189,9 +193,10 @@ def _paged_attention_kernel(
         FORMAT,
         BLOCK_N,
         BLOCK_D,
+        AHEAD,
         False,
     )
-    row_max, row_sum, attended = attend_keys(
+    row_max, row_sum, attended, next_block_id = attend_keys(
         row_max,
         row_sum,
         attended,
@@ -209,6 +214,7 @@ def _paged_attention_kernel(
         key_scales_ptr,
         value_scales_ptr,
         scale_log2,
+        next_block_id,
         stride_key_cache_block,
         stride_key_cache_slot,
         stride_value_cache_block,
@@ -219,6 +225,7 @@ def _paged_attention_kernel(
         FORMAT,
         BLOCK_N,
         BLOCK_D,
+        AHEAD,
         True,
     )
 
@@ -376,6 +383,7 @@ def paged_attention(
         NUM_SPLITS=num_splits,
         MIN_KEYS=tiles.min_keys,
         CHUNK=max(1, min(num_splits, 8192 // (tiles.block_m * tiles.block_d))),
+        AHEAD=tiles.min_keys < MIN_KEYS and window is None,
         PDL=pdl,
         num_warps=tiles.num_warps,  # pyright: ignore[reportCallIssue]  (launch options, not the kernel's)
         num_stages=tiles.num_stages,  # pyright: ignore[reportCallIssue]

@@ -18,6 +18,7 @@ from backend.core.kv_format import KV_FORMATS, PLAIN, KVFormat
 from backend.layers.quantized_linear import QuantizedLinear
 from backend.models.decoder import Decoder
 from backend.models.dummy import DUMMY_SHAPES
+from backend.models.feature_taps import FeatureTaps
 from backend.models.model_config import DecoderConfig
 from backend.quantization.base import PackedWeight
 from backend.quantization.fp8 import FP8, FP8Weight, KernelFP8Weight
@@ -107,8 +108,10 @@ class Run:
         attention: AttentionBackend,
         num_reqs: int,
         kv_format: KVFormat = PLAIN,
+        tapped: tuple[int, ...] = (),
     ) -> None:
         config = model.config
+        self.tapped, self.states, self.like = tapped, list[Tensor](), model.embedding
         self.decoder, self.attention = decoder, attention
         self.caches = [
             LayerCache.zeros(
@@ -139,9 +142,11 @@ class Run:
             num_decodes=num_decodes,
         )
         token_ids = torch.tensor([token_id for ids in tokens.values() for token_id in ids], device=DEVICE)
+        taps = FeatureTaps.empty(self.tapped, len(token_ids), self.like) if self.tapped else None
         hidden = self.decoder.forward(
-            token_ids, self.rows[owners], self.last_token_ids, self.caches, metadata, self.attention
+            token_ids, self.rows[owners], self.last_token_ids, self.caches, metadata, self.attention, taps
         )
+        self.states += [taps.states] if taps else []
         for request, size in zip(reqs, sizes, strict=True):
             self.num_computed[request] += size
         return self.decoder.compute_logits(hidden)
@@ -276,6 +281,34 @@ def stored_by(method: Method, layers: Sequence[int]) -> tuple[Decoder, Decoder]:
             packed = for_kernels(packed) if model is models[0] else packed
             model.set_submodule(name, QuantizedLinear(packed, linear.bias))  # type: ignore[arg-type]
     return models
+
+
+@pytest.mark.parametrize("layers", ["tiles", "library", "codes"])
+def test_states_behind_layers_are_the_decoders_own(layers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers that follow each other, of one behind another, and of the last."""
+    config, tapped = replace(BIASED, num_layers=4), (1, 2, 4)
+    codes = range(4) if layers == "codes" else ()
+    model, own = quantized(config, 4, "float", codes)
+    decoder = make_triton_decoder(model, CHOICES["library" if codes else layers], monkeypatch)
+    ours = Run(model, decoder, TritonAttention(), 2, tapped=tapped)
+    reference = Run(own, ReferenceDecoder(own), ReferenceAttention(), 2, tapped=tapped)
+    assert_same_run(ours, reference, play=play_briefly)
+    for states, expected in zip(ours.states, reference.states, strict=True):
+        assert states.shape[1:] == (len(tapped), config.hidden_size)
+        torch.testing.assert_close(states, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_states_behind_layers_of_8_bits_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the last layer leaves is what logits are made of, to the bit."""
+    model, _ = stored_by(W8A8Int8(), [0, 1])
+    decoder = make_triton_decoder(model, by_library, monkeypatch)
+    tapped = Run(model, decoder, TritonAttention(), 2, tapped=(1, 2))
+    plain = Run(model, decoder, TritonAttention(), 2)
+    logits = play_briefly(tapped)
+    assert all(torch.equal(a, b) for a, b in zip(logits, play_briefly(plain), strict=True))
+    for states, expected in zip(tapped.states, logits, strict=True):
+        assert torch.equal(decoder.compute_logits(states[:, 1].contiguous()), expected)
+        assert not torch.equal(states[:, 0], states[:, 1])
 
 
 def test_every_step_with_a_layer_of_normal_floats(monkeypatch: pytest.MonkeyPatch) -> None:
