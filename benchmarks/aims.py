@@ -44,7 +44,7 @@ MAX_BYTES_APART = 0.02  # what the card holds, from what is reported
 # Speculation, by proposer and requests: at least so many times plain decoding.
 MIN_SPEEDUPS: Mapping[tuple[str, int], float] = {("eagle", 1): 1.5, ("eagle", 16): 1.2}
 MIN_OF_PREDICTED = 0.9  # of what acceptance and costs of the same run predict, for eagle at 1 request
-MIN_COPY_HEAVY = 2.0  # ngram at 1 request on summaries and answers from given text
+MIN_COPYING = 2.0  # ngram at 1 request, of texts to copy
 MAX_VERIFY_COST = 1.15  # plain steps, for 6 tokens of 1 request
 
 
@@ -94,19 +94,15 @@ def missed_quantized(result: Mapping[str, Any]) -> list[str]:
 def missed_speculation(result: Mapping[str, Any]) -> list[str]:
     """Of a result of `benchmarks/speculation_speed.py` on a card, what falls short, each with its aim."""
     short = []
+    min_speedups = {("ngram", 1): MIN_COPYING} if result["options"]["copying"] else MIN_SPEEDUPS
     for row in result["results"] if result["card"] else ():
         key = row["method"], row["requests"]
         name = f"{row['method']} at {row['requests']} requests"
         speedup, of_predicted = row.get("speedup"), row.get("of_predicted")
-        if key in MIN_SPEEDUPS and speedup is not None and speedup < MIN_SPEEDUPS[key]:
-            short.append(f"{name}, {speedup:.2f} × plain decoding instead of {MIN_SPEEDUPS[key]:.1f} ×")
+        if key in min_speedups and speedup is not None and speedup < min_speedups[key]:
+            short.append(f"{name}, {speedup:.2f} × plain decoding instead of {min_speedups[key]:.1f} ×")
         if key == ("eagle", 1) and of_predicted is not None and of_predicted < MIN_OF_PREDICTED:
             short.append(f"{name}, {of_predicted:.1%} of what is predicted instead of {MIN_OF_PREDICTED:.0%}")
-        copied = row.get("by_category", {}).get("copy-heavy", {}).get("speedup")
-        if key == ("ngram", 1) and copied is not None and copied < MIN_COPY_HEAVY:
-            short.append(
-                f"{name} on copy-heavy prompts, {copied:.2f} × plain decoding instead of {MIN_COPY_HEAVY:.1f} ×"
-            )
         whole = row.get("whole_drafts")
         if whole and row["requests"] == 1 and whole["num_tokens"] == 6 and whole["verify_cost"] > MAX_VERIFY_COST:
             short.append(

@@ -11,6 +11,9 @@ by the default configuration, recorded as in `benchmarks/engine.py`. Of each pro
   the acceptance length and the times of the pass with the median speed, and the plain steps of plain decoding's.
 - `whole_drafts`: the same cost of verifying, of the steps alone in which every round drafts as many tokens as any.
 - by category; "copy-heavy" are summaries and answers from given text.
+
+With `--copying` the questions ask for what a summary is to be made of, its first words, to be repeated word for word: an answer
+that is copied, as an edited file's mostly is, where a summary copies names and phrases.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ from db.session import Database
 PLAIN = "plain"
 PROPOSERS = ("ngram", "eagle", "medusa", "draft_model")
 COPY_HEAVY, COPIED = "copy-heavy", ("summarization", "rag")
+COPIED_WORDS = 80  # which an answer of 128 tokens has room for
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -62,6 +66,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     questions = in_turns(read_questions(options.prompts, options.limit))
+    if options.copying:
+        questions = to_copy(questions)
     if not questions:
         raise ConfigError(f"{options.prompts} has no questions")
     tokenizer = load_tokenizer(ensure_model(options.model, lambda *progress: None))
@@ -96,10 +102,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         database.close()
     return heading("speculation_speed", gpu, limits, options.commit) | {
         "model": options.model,
+        "questions": "texts to copy" if options.copying else "questions of Spec-Bench",
         "num_questions": len(questions),
         "options": {
             name: getattr(options, name)
-            for name in ("set", "limit", "output_len", "num_speculative_tokens", "repeats", "seconds")
+            for name in ("set", "copying", "limit", "output_len", "num_speculative_tokens", "repeats", "seconds")
         },
         "results": rows,
     }
@@ -178,7 +185,9 @@ class SpeculationBenchmark:
 
     def _by_category(self, history: RoundHistory, passes: Passes, plain: Passes) -> dict[str, dict[str, float | None]]:
         found = {}
-        groups = {name: (name,) for name in sorted(set(self._categories))} | {COPY_HEAVY: COPIED}
+        groups = {name: (name,) for name in sorted(set(self._categories))}
+        if set(COPIED) & set(self._categories):
+            groups[COPY_HEAVY] = COPIED
         for name, members in groups.items():
             ours, theirs = (
                 [request for request in each.requests if self._categories[request.index] in members]
@@ -190,6 +199,13 @@ class SpeculationBenchmark:
                 "mean_acceptance_length": acceptance_length(history.of([request.request_id for request in ours])),
             }
         return found
+
+
+def to_copy(questions: Sequence[Question]) -> list[Question]:
+    """In place of each summary: the begin of its text, to be repeated."""
+    texts = [each.text.removeprefix("Summarize: ") for each in questions if each.category == "summarization"]
+    asked = "Repeat the following text word for word.\n\n"
+    return [Question("copying", asked + " ".join(text.split()[:COPIED_WORDS])) for text in texts]
 
 
 def in_turns(questions: Sequence[Question]) -> list[Question]:
@@ -206,13 +222,15 @@ def _config(method: str, options: argparse.Namespace) -> EngineConfig:
     # Every pass asks the same prompts again: what one computes must not be there for the next.
     # Plain decoding knows nothing of how the others are to draft.
     settings = [each for each in options.set if method != PLAIN or not each.startswith("speculative.")]
-    config = engine_config(None, settings)
+    config = engine_config(None, settings if method == PLAIN else [f"speculative.method={method}", *settings])
     config = config.with_overrides({"model.name": options.model, "cache.enable_prefix_caching": False})
     if method == PLAIN:
         return config
-    settings = {"speculative.method": method, "speculative.num_speculative_tokens": options.num_speculative_tokens}
+    overrides: dict[str, Any] = {}
+    if not config.speculative.tree:  # which says itself how many tokens it drafts
+        overrides["speculative.num_speculative_tokens"] = options.num_speculative_tokens
     model = getattr(options, method, None)
-    return config.with_overrides(settings | ({"speculative.model": model} if model else {}))
+    return config.with_overrides(overrides | ({"speculative.model": model} if model else {}))
 
 
 def _attempt(measure: Callable[[], dict[str, Any]], problem: str | None) -> dict[str, Any]:
@@ -232,6 +250,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the target")
     parser.add_argument("--proposer", action="append", help=f"repeatable; default: {' '.join(PROPOSERS)}")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an engine setting; repeatable")
+    parser.add_argument("--copying", action="store_true", help="of summaries, ask for their texts")
     parser.add_argument("--eagle", metavar="DIR", help="the head; default: the one that comes for the model")
     parser.add_argument("--medusa", metavar="DIR", help="the same")
     parser.add_argument("--draft-model", metavar="NAME", help="default: the target's own first layers")

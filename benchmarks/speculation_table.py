@@ -53,7 +53,7 @@ def _markdown(result: Result) -> str:
 
 
 def _rows(result: Result) -> list[tuple[str, ...]]:
-    what = f"{result['model']}, {result['num_questions']} questions of Spec-Bench: proposer"
+    what = f"{result['model']}, {result['num_questions']} {result['questions']}: proposer"
     return [(what, *HEADER), *(_cells(row) for row in result["results"])]
 
 

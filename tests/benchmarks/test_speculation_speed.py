@@ -14,7 +14,7 @@ from backend.tokenizer import load_tokenizer
 from benchmarks.aims import missed_speculation
 from benchmarks.speculation_acceptance import Question
 from benchmarks.speculation_passes import request_rate
-from benchmarks.speculation_speed import in_turns, main
+from benchmarks.speculation_speed import in_turns, main, parse, to_copy
 from benchmarks.speculation_table import markdown, text_table
 from tests.helpers import dense_greedy, make_tiny_llama
 
@@ -104,6 +104,30 @@ def test_categories_take_turns() -> None:
     assert [question.text for question in in_turns(questions)] == ["0", "3", "4", "1", "5", "2"]
 
 
+def test_texts_to_copy_are_the_begins_of_what_was_to_be_summarized(target: Path, tmp_path: Path) -> None:
+    text = " ".join(str(index) for index in range(100))
+    questions = [Question("summarization", f"Summarize: {text}"), Question("rag", "Who?")]
+    (asked,) = to_copy(questions)
+    assert asked.category == "copying"
+    assert asked.text.split("\n\n") == ["Repeat the following text word for word.", text[: text.index(" 80")]]
+    prompts, path = tmp_path / "questions.jsonl", tmp_path / "result.json"
+    records = [{"category": each.category, "turns": [each.text]} for each in questions]
+    prompts.write_text("\n".join(map(json.dumps, records)))
+    run = ["--prompts", str(prompts), "--model", str(target), "--output-len", "4", "--repeats", "1", "--requests", "1"]
+    main([*run, "--copying", "--proposer", "ngram", "-o", str(path)])
+    result = json.loads(path.read_text())
+    assert (result["num_questions"], result["questions"]) == (1, "texts to copy")
+    assert set(result["results"][1]["by_category"]) == {"copying"}
+
+
+def test_a_tree_says_itself_how_much_it_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    options = parse(["--prompts", "q", "--proposer", "eagle", "--set", "speculative.tree=true"])
+    assert (options.set, options.proposer) == (["speculative.tree=true"], ["eagle"])
+    with pytest.raises(SystemExit):
+        parse(["--prompts", "q", "--proposer", "ngram", "--set", "speculative.tree=true"])
+    assert "belongs to method = 'eagle' or 'medusa'" in capsys.readouterr().err
+
+
 def stored() -> dict[str, Any]:
     spread = {"samples": [1500.0], "median": 1500.0, "min": 1500.0, "max": 1500.0}
     measured = {
@@ -124,7 +148,9 @@ def stored() -> dict[str, Any]:
     }
     return {
         "model": "m",
+        "questions": "questions of Spec-Bench",
         "num_questions": 48,
+        "options": {"copying": False},
         "card": "Card",
         "driver": "570.1",
         "date": "2026-12-01",
@@ -152,11 +178,13 @@ def test_a_stored_result_becomes_tables_that_name_what_falls_short() -> None:
     assert "| requests at a time: 1; speedup (tokens of a round) | rag | copy-heavy |" in lines
     assert "| ngram | 1.90 × (3.00) | 1.90 × (–) |" in lines
     assert missed_speculation(stored()) == [
-        "ngram at 1 requests on copy-heavy prompts, 1.90 × plain decoding instead of 2.0 ×",
         "eagle at 1 requests, 1.40 × plain decoding instead of 1.5 ×",
         "eagle at 1 requests, 87.5% of what is predicted instead of 90%",
         "verifying 6 tokens (eagle at 1 requests), 1.20 plain steps instead of 1.15",
     ]
     assert lines[-1] == f"Short of what it aims at: {'; '.join(missed_speculation(stored()))}."
     assert missed_speculation(stored() | {"card": None}) == [], "a CPU's aims are others"
+    copying = missed_speculation(stored() | {"options": {"copying": True}})
+    assert "ngram at 1 requests, 1.40 × plain decoding instead of 2.0 ×" in copying
+    assert not any(line.startswith("eagle at 1 requests, 1.40") for line in copying)
     assert "no head" in text_table(stored())
