@@ -26,7 +26,7 @@ from kernels.cpu.llvm import (
 )
 from kernels.cpu.row_tiles import TILE, from_row_tiles, to_row_tiles
 from kernels.cpu.threads import over_tiles
-from kernels.reference.int8_linear import LARGEST_CODE
+from kernels.reference.int8_linear import LARGEST_CODE, LEAST_TOKEN_CODE, TOKEN_REACH
 
 _PER_WORD = 4
 _BLOCKS = (4, 1)  # tokens at once
@@ -48,7 +48,7 @@ def int8_linear(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None = 
     """`y = x W^T + b`, float [num_tokens, in_features] -> [num_tokens, out_features] in x's dtype.
 
     Args:
-        words: int32 [cdiv(out_features, 16), cdiv(in_features, 4), 16] of `to_tiles`, of codes -127 to 127.
+        words: int32 [cdiv(out_features, 16), cdiv(in_features, 4), 16] of `to_tiles`.
         scales: float32 [cdiv(out_features, 16), 1, 16], `w = code * scale`.
         bias: float [out_features].
     Raises:
@@ -115,12 +115,12 @@ def _build_quantize(module: ir.Module) -> None:
     values, flags = finite_at(scan.index)
     largest = build.larger(build.vector_function("fabs", (values,)), scan.values[0])
     scan.close((largest, build.fadd(scan.values[1], flags)))
-    scale = build.fdiv(build.reduce(build.larger, scan.values[0]), ir.Constant(FLOAT, LARGEST_CODE))
+    scale = build.fdiv(build.reduce(build.larger, scan.values[0]), ir.Constant(FLOAT, TOKEN_REACH))
     flag = build.reduce(build.fadd, scan.values[1])
     build.store(build.fadd(scale, flag), build.at(scales, rows.index, FLOAT))
 
     scale = build.splat(scale)
-    least, most = constant(FLOAT, -LARGEST_CODE), constant(FLOAT, LARGEST_CODE)
+    least, most = constant(FLOAT, LEAST_TOKEN_CODE), constant(FLOAT, LARGEST_CODE)
     places = [4 * four + place for four in range(LANES // 4) for place in (0, 2, 1, 3)]
     cast = CountedLoop(build, number(0), num_columns, (), LANES)
     values, _ = finite_at(cast.index)

@@ -24,12 +24,12 @@ def int8_linear(
 ) -> Tensor:
     """`y = x W^T + b + r` with `W[n, k] = q[n, k] * s[n]` and x rounded by `quantize_tokens`.
 
-    Sums are exact, in int32, and then scaled in fp32.
+    Sums are exact, in an int32, which holds 131,071 products of any two codes; then they are scaled in fp32.
 
     Args:
         x: float32, bfloat16 or float16 [num_tokens, K], strides (any, 1), K at most 65,536; or what
             `quantize_tokens` gave of it
-        codes: int8 [N, K], -127 to 127, strides (any, 1)
+        codes: int8 [N, K], strides (any, 1)
         scales: float32 [N, 1], contiguous
         bias: x.dtype [N], stride (1,)
         residual: x.dtype [num_tokens, N], strides (any, 1)

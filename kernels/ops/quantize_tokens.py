@@ -59,7 +59,7 @@ def _largest_finite(x):
 @triton.jit
 def token_scale(x, INT8: tl.constexpr):
     """Of a token, fp32 [BLOCK] and 0 past its end; NaN for int8 codes of one that is not finite."""
-    scale = tl.div_rn(_largest_finite(x), 127.0 if INT8 else 448.0)
+    scale = tl.div_rn(_largest_finite(x), 127.5 if INT8 else 448.0)
     if INT8:
         row_finite = tl.min((tl.abs(x) <= FLOAT32_MAX).to(tl.int32), axis=0) == 1
         scale = tl.where(row_finite, scale, float("nan"))
@@ -72,7 +72,7 @@ def token_codes(x, scale, INT8: tl.constexpr, HARDWARE: tl.constexpr):
     # Of a scale that is 0 because the token is, or rounds to it, x itself gives codes of 0.
     quotients = _quotients(x, tl.where(scale > 0.0, scale, 1.0), HARDWARE)
     if INT8:
-        codes = tl.minimum(tl.maximum(tl.where(scale >= 0.0, quotients, 0.0), -127.0), 127.0)
+        codes = tl.minimum(tl.maximum(tl.where(scale >= 0.0, quotients, 0.0), -128.0), 127.0)
         # 1.5 * 2^23 leaves no room for fractions: the sum is rounded, halves to even, and ends in the code.
         codes = (codes + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     elif HARDWARE:
@@ -150,10 +150,11 @@ def _quantize_tokens_kernel(
 
 
 def quantize_tokens(x: Tensor, dtype: torch.dtype, per_token: bool = True) -> tuple[Tensor, Tensor]:
-    """`codes[t, k] = round(x[t, k] / s[t])` with `s[t] = max_k |x[t, k]| / L`, L the format's largest number.
+    """`codes[t, k] = round(x[t, k] / s[t])` with `s[t] = max_k |x[t, k]| / L`, L half the distance of the format's ends.
 
-    float8_e4m3fn: L = 448; infinities and NaN become NaN and have no part in the scale. int8: L = 127; a token with one of
-    them has NaN for its scale. Halves go to the even code. A token of zeros has scale 0 and zeros.
+    float8_e4m3fn: L = 448; infinities and NaN become NaN and have no part in the scale. int8: L = 127.5; a token with one of
+    them has NaN for its scale. Halves go to the even code, but 127.5 to 127, the largest. A token of zeros has scale 0 and
+    zeros. So compressed-tensors (0.20) rounds activations.
 
     Args:
         x: float32, bfloat16 or float16 [num_tokens, K], strides (any, 1), K at most 65,536

@@ -14,13 +14,14 @@ def llm_int8_linear(
     """`y = x W^T + b`, float [num_tokens, in_features] -> [num_tokens, out_features] in x's dtype.
 
     An input of which any token has a value of at least `threshold` is multiplied in x's dtype, for all tokens; the others
-    as in `int8_linear`, each token's scale taken over them alone. So what a token gets depends on the tokens beside it.
+    as in `int8_linear`, each token's scale taken over them alone: 127.5 steps to the largest magnitude, where the paper has
+    127. So what a token gets depends on the tokens beside it.
 
     Exact are the activations of outlier inputs. Their weights are the int8 ones in x's dtype, as bitsandbytes recovers
     them: the paper's 16-bit columns cannot be kept, as which they are is known only at run time.
 
     Args:
-        codes: int8 [out_features, in_features], -127 to 127.
+        codes: int8 [out_features, in_features].
         scales: float32 [out_features, 1], `w = code * scale`.
         bias: float [out_features].
         threshold: above 0; the paper's is 6.0.

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from kernels.reference.fp8_linear import quantize_fp8
-from kernels.reference.int8_linear import quantize_rows_int8
+from kernels.reference.int8_linear import quantize_tokens_int8
 
 
 def quantize_tokens(x: Tensor, dtype: torch.dtype, per_token: bool = True) -> tuple[Tensor, Tensor]:
-    """`x[t, k] = codes[t, k] * scales[t]`, to the nearest code, halves to even, as `quantize_fp8` and `quantize_rows_int8`.
+    """`x[t, k] = codes[t, k] * scales[t]`, to the nearest code, halves to even, as `quantize_fp8` and `quantize_tokens_int8`.
 
     Args:
         x: float [num_tokens, num_columns].
@@ -20,4 +20,4 @@ def quantize_tokens(x: Tensor, dtype: torch.dtype, per_token: bool = True) -> tu
         codes: dtype [num_tokens, num_columns].
         scales: float32 [num_tokens, 1].
     """
-    return quantize_rows_int8(x) if dtype == torch.int8 else quantize_fp8(x, per_row=per_token)
+    return quantize_tokens_int8(x) if dtype == torch.int8 else quantize_fp8(x, per_row=per_token)

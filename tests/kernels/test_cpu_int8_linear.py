@@ -46,21 +46,23 @@ def test_shapes_and_dtypes(rows: int, columns: int, dtype: torch.dtype) -> None:
 
 def test_sums_are_exact_integers() -> None:
     """Scales of one say the sums themselves, of activations that are codes."""
-    codes = torch.randint(-127, 128, (48, 96), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
-    x = torch.randint(-127, 128, (6, 96), generator=torch.Generator().manual_seed(1)).float()
-    x[:, 5] = 127.0  # a token's scale is 1 then
-    expected = x.long() @ codes.long().t()
-    assert torch.equal(linear(x, codes, torch.ones(48, 1)).long(), expected)
+    codes = torch.randint(-128, 128, (48, 96), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    x = torch.randint(-128, 128, (6, 96), generator=torch.Generator().manual_seed(1))
+    x[:, 5], codes[3] = -128, -128
+    expected = x @ codes.long().t()
+    values = x.float().clamp(min=-127.5)  # whose scale is 1
+    assert torch.equal(linear(values, codes, torch.ones(48, 1)).long(), expected)
 
 
 def test_the_largest_sum_that_an_int32_holds() -> None:
     columns = reference.MAX_INT32_INPUTS
-    codes = torch.full((16, columns), 127, dtype=torch.int8)
-    codes[1] = -127
-    y = linear(torch.full((1, columns), 127.0), codes, torch.ones(16, 1))
-    exact = 127**2 * columns
-    assert exact > 2**31 - 1 - 127**2
-    assert y[0, :2].tolist() == [float(torch.tensor(exact).float()), -float(torch.tensor(exact).float())]
+    codes = torch.full((16, columns), -128, dtype=torch.int8)
+    codes[1] = 127
+    y = linear(
+        torch.full((1, columns), -127.5), codes, torch.ones(16, 1)
+    )  # codes of -128, which lie half a step beyond
+    assert 2**31 - 1 - 128**2 < 128**2 * columns <= 2**31 - 1
+    assert y[0, :2].tolist() == torch.tensor([128**2 * columns, -128 * 127 * columns]).float().tolist()
 
 
 def test_rows_that_have_no_scale() -> None:
@@ -75,9 +77,8 @@ def test_rows_that_have_no_scale() -> None:
     x[5, 39] = -float("inf")
     x[6, 0] = float("nan")
     x[7, 1:] = 0
-    x[8] = (
-        torch.linspace(-190, 190, 40) * 2.0**-149
-    )  # 190 / 127 of the least number is that number: codes would pass 127
+    # 190 / 127.5 of the least number is that number: codes would pass 127.
+    x[8] = torch.linspace(-190, 190, 40) * 2.0**-149
     y = linear(x, codes, scales)
     torch.testing.assert_close(y, reference.int8_linear(x, codes, scales), **EXACT)
     assert y.isnan().all(1).tolist() == [False] * 4 + [True] * 3 + [False] * 2
@@ -85,7 +86,7 @@ def test_rows_that_have_no_scale() -> None:
 
 def test_halves_round_to_even() -> None:
     x = torch.arange(-126, 128).float()[None] / 2
-    x[0, 0] = 127.0
+    x[0, 0] = -127.5  # a token's scale is 1 then
     y = linear(x, torch.eye(254, dtype=torch.int8), torch.ones(254, 1))
     assert torch.equal(y, x.round())
     assert (y[0] % 2 == 0).sum() > (y[0] % 2 == 1).sum()

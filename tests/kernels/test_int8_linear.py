@@ -21,7 +21,7 @@ CUTS = pytest.mark.parametrize(("num_tokens", "tiles"), [(1, ONE), (9, FEW), (11
 
 
 def integers(rows: int, columns: int, seed: int) -> Tensor:
-    return torch.randint(-127, 128, (rows, columns), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+    return torch.randint(-128, 128, (rows, columns), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
 
 
 @CUTS
@@ -29,10 +29,11 @@ def integers(rows: int, columns: int, seed: int) -> Tensor:
 def test_sums_are_exact_integers(num_tokens: int, tiles: Tiles, num_columns: int, device: torch.device) -> None:
     """Scales of one say the sums themselves, of activations that are codes. 1,024 columns are shared by several programs."""
     x, codes = integers(num_tokens, num_columns, 0), integers(37, num_columns, 1)
-    x[:, 5] = 127  # a token's scale is 1 then
+    x[:, 5], codes[3] = -128, -128
     expected = x.long() @ codes.long().t()
     wanted = tiles if num_columns % 16 == 0 else None
-    y = int8_linear(x.float().to(device), codes.to(device), torch.ones(37, 1, device=device), tiles=wanted)
+    values = x.float().clamp(min=-127.5)  # whose scale is 1
+    y = int8_linear(values.to(device), codes.to(device), torch.ones(37, 1, device=device), tiles=wanted)
     assert torch.equal(y.cpu().long(), expected)
 
 
@@ -42,6 +43,7 @@ def test_sums_beyond_what_float32_counts(num_tokens: int, tiles: Tiles, device: 
     codes = torch.full((2, columns), 127, dtype=torch.int8, device=device)
     codes[1, 0] = 126
     x = torch.full((num_tokens, columns), 127.0, device=device)
+    x[:, 0] = 127.5  # a token's scale is 1 then, and this its code 127
     x[:, 1:3] = 126.0
     y = int8_linear(x, codes, torch.ones(2, 1, device=device), tiles=tiles)
     exact = 127 * (127 * (columns - 2) + 2 * 126)
@@ -55,13 +57,14 @@ def test_sums_beyond_what_float32_counts(num_tokens: int, tiles: Tiles, device: 
 def test_every_dtype(num_tokens: int, tiles: Tiles, dtype: torch.dtype, device: torch.device) -> None:
     sizes = {"num_tokens": num_tokens, "num_rows": 37}
     inputs = OP.make_inputs(dtype, device, bias=True, residual=True, **sizes)
+    inputs["x"][:, 7] = inputs["x"].abs().amax(1)  # the largest is positive, and 127 however its quotient is rounded
     x = inputs["x"].double()
-    scales = (x.abs().amax(1, keepdim=True).float() / 127).double()
-    # A quotient within float32's rounding of a half may become either code: such inputs are left out.
-    doubtful = ((x / scales).frac().abs() - 0.5).abs() < 1e-4
+    scales = (x.abs().amax(1, keepdim=True).float() / 127.5).double()
+    # A quotient within float32's rounding of another half may become either code: such inputs are left out.
+    doubtful = (((x / scales).frac().abs() - 0.5).abs() < 1e-4) & (x / scales < 127)
     assert doubtful.double().mean() < 0.01
     inputs["x"][doubtful], x[doubtful] = 0, 0
-    rounded = (x / scales).round() * scales
+    rounded = (x / scales).round().clamp(max=127) * scales
     expected = rounded @ (inputs["codes"].double() * inputs["scales"]).t() + inputs["bias"] + inputs["residual"]
     tolerance = OP.tolerances[dtype]
     close: dict[str, Any] = {"atol": max(tolerance.atol, 2e-6), "rtol": tolerance.rtol}

@@ -26,7 +26,7 @@ def tokens(num_columns: int = 123) -> Tensor:
     x[2] = torch.linspace(-190, 190, num_columns) * 2.0**-149  # codes of so coarse a scale would pass the largest
     x[3] = torch.linspace(-448, 448, num_columns)
     x[4] = torch.arange(num_columns) / 2 - num_columns // 4  # halves between int8's codes
-    x[4, 0] = 127
+    x[4, 0] = -127.5  # a scale of 1, and itself a half
     x[5] = -(
         2.0 ** -torch.arange(num_columns).clamp(max=20)
     )  # down to what E4M3 has below its normal numbers, and less

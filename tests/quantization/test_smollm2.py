@@ -33,7 +33,7 @@ NOTHING_ROUNDED: Callable[[Tensor], Tensor] = torch.zeros_like
 STEPS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "int8": (NOTHING_ROUNDED, lambda weight: int8_steps(weight, levels=255)),
     "fp8": (fp8_steps, fp8_steps),
-    "w8a8_int8": (int8_steps, int8_steps),
+    "w8a8_int8": (lambda tokens: int8_steps(tokens, levels=255), int8_steps),
 }
 
 
@@ -115,7 +115,7 @@ def test_each_layer_errs_as_uniform_noise(method: str, smollm2: ModelSource, ref
 def test_an_int8_head_seldom_changes_the_likeliest_token(
     method: str, smollm2: ModelSource, tokenizer: Tokenizer
 ) -> None:
-    ids = tokenizer.encode(TEXT)[:200]
+    ids = tokenizer.encode(TEXT)[:600]  # of few tokens, how many have two likeliest ones is chance
     without, loaded = load(smollm2, method=method), load(smollm2, method=method, head="int8")
     head = loaded.model.head
     assert isinstance(head, QuantizedLinear)
@@ -124,7 +124,7 @@ def test_an_int8_head_seldom_changes_the_likeliest_token(
     assert loaded.model.embedding.dtype == torch.float32
     assert "28,508,160 bytes" in loaded.notices[0]
     chosen, expected = paged_logits(loaded.model, ids).argmax(1), paged_logits(without.model, ids).argmax(1)
-    assert int((chosen == expected).sum()) >= 190
+    assert int((chosen == expected).sum()) >= 570
 
 
 def test_only_a_floating_minimum_gives_the_weights_back(smollm2: ModelSource) -> None:
