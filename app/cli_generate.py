@@ -46,7 +46,7 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Answer one prompt; the text appears as it is generated, of several samples one after the other."""
-    from app.services import new_host
+    from app.services import check_engine, new_host
     from backend.sampling_params import SamplingParams
 
     config = engine_config(None, settings or [])
@@ -61,6 +61,7 @@ def generate(
             f"note: --priority is not heeded: scheduler.policy is {config.scheduler.policy!r}, and only 'priority' does"
         )
     with terminal.results() as out:
+        check_engine(config)
         host = new_host()
         try:
             _load(host, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -76,7 +77,7 @@ def train(
 ) -> None:
     """Train a draft head on conversations that its target writes, and tell how much of it the target accepts.
 
-    An interrupted or stopped training goes on where it was saved when the same command is given again.
+    It is saved every few minutes, and when it is interrupted or stopped; given again, the same command goes on from there.
     """
     started = time.perf_counter()
     if prompts is None and not self_generated:
@@ -101,7 +102,6 @@ def train(
             learning_rate=learning_rate,
             seed=seed,
         )
-        sources = [*(["--self-generated"] if self_generated else []), *([f"--prompts {prompts}"] if prompts else [])]
         plan = HeadPlan(
             kind=kind,
             num_tokens=tokens,
@@ -109,9 +109,14 @@ def train(
             self_generated=self_generated,
             draft_vocab_size=draft_vocab,
             training=settings,
-            command=f"servelab heads train --kind {kind} --model {model} {' '.join(sources)} --tokens {tokens} "
-            f"--steps {settings.num_steps} --batch-tokens {settings.batch_tokens} --learning-rate {learning_rate:g} "
-            f"--draft-vocab {draft_vocab} --seed {seed}",
+            command=_command(
+                *("--kind", kind, "--model", model, "-o", output),
+                *(["--data", data] if data else []),
+                *(["--self-generated"] if self_generated else []),
+                *(["--prompts", prompts] if prompts else []),
+                *("--tokens", tokens, "--steps", settings.num_steps, "--batch-tokens", settings.batch_tokens),
+                *("--learning-rate", learning_rate, "--draft-vocab", draft_vocab, "--seed", seed),
+            ),
         )
         with terminal.Status() as status:
             training = HeadTraining(ensure_model(model, progress(status)), plan, output, data)
@@ -133,6 +138,11 @@ def train(
         terminal.note(f"{output} is ready")
     if interruption:
         raise typer.Exit(interruption.exit_code)
+
+
+def _command(*arguments: object) -> str:
+    """What makes the whole head again when it is typed: without `--minutes`, and with what was left to the device named."""
+    return shlex.join(["servelab", "heads", "train", *map(str, arguments)])
 
 
 class _Lines:

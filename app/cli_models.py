@@ -30,13 +30,20 @@ def list_models(as_json: JsonOption = False) -> None:
                     "description": model.description,
                     "path": str(model.path) if model.path else None,
                     "size_bytes": model.size_bytes,
+                    "quantization": model.quantization,
                 }
                 for model in found
             ]
             terminal.write_document(out, document)
         else:
             rows = [
-                (model.name, model.state, formatting.file_size(model.size_bytes), model.description) for model in found
+                (
+                    model.name,
+                    model.state,
+                    formatting.file_size(model.size_bytes),
+                    f"{model.description}: {model.quantization}" if model.quantization else model.description,
+                )
+                for model in found
             ]
             terminal.print_table(("Model", "State", "Size", "Description"), rows, "llrl", out)
 
@@ -53,15 +60,39 @@ def pull(name: Annotated[str, typer.Argument(metavar="MODEL", help="A name from 
 
 @models.command()
 def add(
-    path: Annotated[Path, typer.Argument(metavar="FILE.gguf", help="A GGUF file of a Llama-architecture model.")],
-    name: Annotated[str | None, typer.Option("--name", help="What to call it; by default after the file.")] = None,
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="A GGUF file of a Llama-architecture model, or a folder in Hugging Face's layout, quantized or not.",
+        ),
+    ],
+    name: Annotated[
+        str | None, typer.Option("--name", help="What to call it; by default after the file or folder.")
+    ] = None,
 ) -> None:
-    """Convert a GGUF file that is already on disk."""
+    """Make a model of what is already on disk: a GGUF file is converted, a folder is copied."""
     from backend.models import sources
 
     with terminal.Status() as status:
-        source = sources.add_gguf(path, name, on_progress=progress(status))
+        source = sources.add_model(path, name, on_progress=progress(status))
     terminal.note(f"{source.name} is ready")
+
+
+@models.command()
+def remove(
+    name: Annotated[str, typer.Argument(metavar="MODEL", help="A name from `servelab models list`.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete a model's files. One that can be pulled comes back with `servelab models pull`."""
+    from backend.models import sources
+
+    found = next((model for model in sources.list_models() if model.name == name and model.path), None)
+    if found is not None and not yes:
+        typer.confirm(f"Delete {found.path} ({formatting.file_size(found.size_bytes)})?", abort=True, err=True)
+    with terminal.Status() as status:
+        sources.remove_model(name, progress(status))
+    terminal.note(f"{name} is deleted")
 
 
 @models.command()

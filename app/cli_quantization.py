@@ -25,7 +25,8 @@ def quantization(
         typer.Option(
             "--method",
             metavar="METHOD[:KEY=VALUE,...]",
-            help="A variant, as int8, int4:bits=3,group_size=32, gptq or none:kv=int4. Repeatable; a range of them otherwise.",
+            help="A variant, as int8, int4:bits=3,group_size=32, int4:head=int8,skip=*.down_proj, gptq or none:kv=int4; or a "
+            "quantized model of the same shape, as its name or as ./folder. Repeatable; a range of them otherwise.",
         ),
     ] = None,
     text: Annotated[

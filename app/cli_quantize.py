@@ -13,15 +13,25 @@ import typer
 from app import terminal
 from app.cli_models import progress
 from app.cli_options import JsonOption
-from backend.errors import ServeLabError
+from backend.errors import ConfigError, ServeLabError
 
 if TYPE_CHECKING:
     from backend.quantization.quantize_model import Quantized
 
+# The library makes places for zero points that are not packed, though it packs them as it saves.
+_TRANSFORMERS_NOTE = (
+    "transformers (with compressed-tensors 0.20) loads it with quantization_config=CompressedTensorsConfig(dequantize=True), "
+    "as it does any such folder with zero points; one of --zero-point none needs no option"
+)
+
+_HEAD_NOTE = (
+    "transformers (5.24, with compressed-tensors 0.20) does not load it: where there are zero points, it takes one scheme for "
+    "all of a model. One of --zero-point none loads, its head too"
+)
+
 
 def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A pulled model, or a Hugging Face folder.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder to make.")],
     method: Annotated[
         Literal["int8", "int4", "gptq", "awq", "w8a8_int8", "fp8"],
         typer.Option(
@@ -29,6 +39,12 @@ def quantize(
             "w8a8_int8, fp8: activations too, as the model runs."
         ),
     ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="The folder to make. This, or --name.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the model to make, which is then known by it, as a pulled one is.")
+    ] = None,
     bits: Annotated[int | None, typer.Option(help="Of a weight, 2 to 8; for int4, gptq and awq, 4 by default.")] = None,
     group_size: Annotated[
         int | None,
@@ -37,6 +53,13 @@ def quantize(
     zero_point: Annotated[
         Literal["none", "integer", "float"] | None,
         typer.Option(help="For int4, gptq and awq: none or integer, the default. float is not to be saved."),
+    ] = None,
+    granularity: Annotated[
+        Literal["channel", "tensor"] | None,
+        typer.Option(help="For fp8: a scale per output channel and per token, the default, or one for all."),
+    ] = None,
+    head: Annotated[
+        Literal["int8"] | None, typer.Option(help="The output head in 8 bits too; it stays as it is by default.")
     ] = None,
     skip: Annotated[
         list[str] | None,
@@ -54,13 +77,19 @@ def quantize(
     windows: Annotated[int, typer.Option(min=1, max=2**16, help="Pieces of the text to take.")] = 32,
     window_length: Annotated[int, typer.Option(min=1, max=2**20, help="Tokens of each.")] = 512,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of where in the text they lie.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace a model that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model's folder that is there.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a model with its linear layers in fewer bits, in the compressed-tensors format.
 
-    Embedding and output head stay as they are. An interrupted run goes on where it stopped when it is started again.
+    The embedding stays as it is. An interrupted run goes on where it stopped when it is started again.
     """
+    if (output is None) == (name is None):
+        raise ConfigError("quantize takes a folder to make, with --output, or a name for the model, with --name")
+    if name is not None and force:
+        raise ConfigError(
+            f"--force goes with --output; a model is removed by its name, with: servelab models remove {name}"
+        )
     with terminal.results() as out:
         from backend.compat import configure_cpu_environment
 
@@ -70,11 +99,22 @@ def quantize(
         from backend.models.sources import ensure_model
         from backend.quantization.calibration import DEFAULT_TEXT, cut_windows, read_texts
         from backend.quantization.quantize_model import grid_settings, quantize_model
-        from backend.quantization.work_folder import WorkFolder
+        from backend.quantization.work_folder import WorkFolder, named_work_folder
         from backend.tokenizer import load_tokenizer
 
-        work = WorkFolder(output, force=force)
-        settings = grid_settings(method, bits=bits, group_size=group_size, zero_point=zero_point, skip=skip or ())
+        if output is None:
+            work = named_work_folder(name or "", model, method)
+        else:
+            work = WorkFolder(output, force=force)
+        settings = grid_settings(
+            method,
+            bits=bits,
+            group_size=group_size,
+            zero_point=zero_point,
+            granularity=granularity,
+            head=head,
+            skip=skip or (),
+        )
         with terminal.Status() as status:
             source = ensure_model(model, progress(status))
             tokenizer = load_tokenizer(source)
@@ -105,8 +145,10 @@ def quantize(
             document = {
                 "model": model,
                 "output": str(result.output),
+                "name": name,
                 "method": method,
                 "scheme": asdict(result.scheme),
+                "head": None if result.head is None else asdict(result.head),
                 "resumed_layers": result.resumed_layers,
                 "skipped": list(result.skipped),
                 "modules": [asdict(module) for module in result.modules],
@@ -129,7 +171,10 @@ def quantize(
         terminal.note(f"note: {notice}")
     if result.resumed_layers:
         terminal.note(f"{result.resumed_layers} layers were there from an earlier run")
-    terminal.note(f"{result.output} is ready: {result.scheme}")
+    head_text = "" if result.head is None else f"; output head {result.head}"
+    terminal.note(f"{name or result.output} is ready: {result.scheme}{head_text}")
+    if not result.scheme.symmetric:
+        terminal.note(_TRANSFORMERS_NOTE if result.head is None else _HEAD_NOTE)
 
 
 def _by_kind(modules: Sequence[Quantized]) -> dict[str, list[Quantized]]:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from app import formatting, terminal
-from app.certificate_texts import figures
+from app.cli_certificate import print_verdict
 from app.cli_ledger import ledger
 from app.cli_options import JsonOption, RunArgument, RunsArgument, run_ids
 from app.cli_output import OutputFile
 from app.cli_summary import print_summaries
+from backend.core.speculation import is_synthetic
 from backend.errors import DatabaseError
 from backend.experiments.compare import compare_runs, flatten, metric_value
 
@@ -109,7 +110,7 @@ def show(run: RunArgument, as_json: JsonOption = False) -> None:
             print_summaries({stored.run_id: stored.summary}, out)
         if verdict is not None:
             out.write("\n")
-            terminal.print_table(("Certificate", verdict.result), figures(verdict), "lr", out)
+            print_verdict(("Certificate", verdict.result), verdict, out)
         sections = {
             "Config": (stored.resolved_config or stored.config, _setting),
             "Workload": (stored.workload, _setting),
@@ -151,7 +152,8 @@ def compare(
         if synthetic := formatting.synthetic_runs({run.run_id: run.config for run in stored}):
             terminal.note(synthetic)
         if as_json:
-            terminal.write_document(out, comparison.to_dict())
+            synthetic_ids = [run.run_id for run in stored if is_synthetic(run.config)]
+            terminal.write_document(out, comparison.to_dict() | ({"synthetic": synthetic_ids} if synthetic_ids else {}))
             return
         headers = [run.title + (" (baseline)" if run.run_id == comparison.baseline else "") for run in stored]
         rows = [
@@ -172,16 +174,17 @@ def export(
     output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="File to write; - is stdout.")],
     file_format: Annotated[Literal["json", "csv"], typer.Option("--format", help="json or csv.")],
     table: Annotated[
-        Literal["requests", "steps", "runs", "kernels", "quantization"] | None,
+        Literal["requests", "steps", "rounds", "runs", "kernels", "quantization"] | None,
         typer.Option(
             "--table",
-            help="What to export. Otherwise: requests (of a lab's runs, their results) in CSV, runs with all they hold in JSON.",
+            help="What to export; rounds are of speculation, each with its drafts and what became of them. Otherwise: requests "
+            "(of a lab's runs, their results) in CSV, runs with their requests and steps in JSON.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
 ) -> None:
     """Write stored runs to a file."""
-    from app.services import export_stored_runs
+    from app.run_export import export_stored_runs
 
     # Within `results` the device named /dev/stdout is stderr.
     file = None if output in ("-", "/dev/stdout") else OutputFile.find(output, force=force)

@@ -11,7 +11,7 @@ from app import formatting
 COLUMNS: dict[str, tuple[str, str]] = {
     "bits_per_weight": (
         "Bits per weight",
-        "Of the linear layers, scales and zero points included. Embedding and output head stay as they are.",
+        "Of the linear layers, scales and zero points included; embedding and output head are not counted.",
     ),
     "weights_bytes": ("Weights", "All weights as they lie on the device, embedding and head included."),
     "kv_bytes_per_token": ("KV per token", "What the KV cache takes for a token, all layers together."),

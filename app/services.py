@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from backend.config import EngineConfig
 from backend.errors import EngineError
-from backend.metrics.stats import RunEnd
+from backend.metrics.stats import RunEnd, StatsSink
 from backend.workload.spec import Workload
 from db.recorder import RunRecorder
 from db.repository import RunRepository
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from backend.experiments.quantization_config import QuantizationLabConfig
     from backend.experiments.run_jobs import Task
     from backend.experiments.run_queue import RunQueue
-    from db.export import Format, Table
 
 
 class Services:
@@ -152,17 +151,22 @@ def start_kernel_run(services: Services, config: KernelLabConfig, label: str | N
 
 
 def start_quantization_run(services: Services, config: QuantizationLabConfig, label: str | None = None) -> int:
-    """The same for the quantization lab. Raises as `start_run`."""
+    """The same for the quantization lab, and for a variant of it that is to be a model. Raises as `start_run`."""
     from backend.experiments.quantization_lab import check_lab, run_lab
+    from backend.experiments.quantization_save import check_save, run_save
 
     queue = services.queue
-    check_lab(config)
+    is_save = config.experiment == "save"
+    (check_save if is_save else check_lab)(config)
     run_id = services.repository.create(config.to_dict(), {}, label, kind="quantization")
 
     def store(result: Mapping[str, Any]) -> None:
         services.repository.add_quantization_result(run_id, result)
 
-    _submit_task(services, queue, run_id, lambda sink, cancel: run_lab(config, sink, store, cancel))
+    def task(sink: StatsSink, cancel: threading.Event) -> RunEnd:
+        return run_save(config, sink, cancel) if is_save else run_lab(config, sink, store, cancel)
+
+    _submit_task(services, queue, run_id, task)
     return run_id
 
 
@@ -172,6 +176,7 @@ def start_certificate_run(services: Services, config: CertificateConfig, label: 
 
     queue = services.queue
     check_lab(config)
+    check_engine(config.speculative_engine)
     run_id = services.repository.create(config.to_dict(), {}, label, kind="certificate")
     _submit_task(services, queue, run_id, lambda sink, cancel: run_lab(config, sink, cancel))
     return run_id
@@ -183,20 +188,6 @@ def stored_verdict(services: Services, run_id: int) -> Verdict | None:
 
     chunks = services.repository.chunks(run_id, CHUNK_KIND)
     return read_verdict(chunks[0][0]) if chunks else None
-
-
-def export_stored_runs(
-    services: Services, run_ids: Sequence[int], file_format: Format, table: Table | None = None
-) -> bytes:
-    """As `export_runs`, certificates with their verdicts. Raises `DatabaseError` also for one that is damaged."""
-    from db.export import export_runs
-
-    verdicts = {}
-    for run in services.repository.get_all(run_ids):
-        verdict = stored_verdict(services, run.run_id) if run.kind == "certificate" else None
-        if verdict is not None:
-            verdicts[run.run_id] = verdict.to_dict()
-    return export_runs(services.repository, run_ids, file_format, table, verdicts)
 
 
 def _submit_task(services: Services, queue: RunQueue, run_id: int, task: Task) -> None:
@@ -211,14 +202,27 @@ def _submit_task(services: Services, queue: RunQueue, run_id: int, task: Task) -
 def check_run(config: EngineConfig, workload: Workload) -> None:
     """Find what would fail the run before its first request and is known without the model.
 
-    Raises `ModelError` for a model that is neither here nor can be pulled, `ConfigError` for an impossible workload.
+    Raises `ConfigError` for an impossible workload, and as `check_engine`.
     """
-    from backend.models.sources import is_pullable, resolve_source
     from backend.workload.datasets import check_workload
+
+    check_engine(config)
+    check_workload(workload)
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Find what would fail the load and is known before anything is fetched, as far as models, heads and speculation go.
+
+    Raises `ModelError` for a model that is neither here nor can be pulled, and as `check_drafter`.
+    """
+    from backend.compat import configure_cpu_environment
+    from backend.models.sources import is_pullable, resolve_source
+    from backend.spec_decode.drafter_check import check_drafter
 
     if not is_pullable(config.model.name):
         resolve_source(config.model.name)
-    check_workload(workload)
+    configure_cpu_environment()  # a look at a target's weights imports torch
+    check_drafter(config)
 
 
 class _Recorder(RunRecorder):

@@ -21,7 +21,7 @@ def data_home() -> Path:
 
 
 def models_home() -> Path:
-    """Folder of converted models, all of which can be fetched again. It need not exist yet."""
+    """Folder of models by name: pulled, added, or made by quantizing another. It need not exist yet."""
     home = _servelab_home()
     return home / "models" if home is not None else Path.home() / ".cache" / "servelab" / "models"
 

@@ -38,5 +38,5 @@ else:
                 quantization_layers.sensitivity(services, run, results)
         if views[3].open:
             with views[3]:
-                quantization_take_away.show(run, results)
+                quantization_take_away.show(services, run, results)
 quantization_take_away.explanation()

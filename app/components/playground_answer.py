@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from backend.core.speculation import is_synthetic
 from backend.metrics.stats import tpot_ms_between
 from backend.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from backend.config import EngineConfig
     from backend.detokenizer import TokenStream
     from backend.tokenizer import Tokenizer
     from backend.workload.targets import StreamEvent
@@ -46,6 +48,7 @@ class AnswerView:
     settings: ChatSettings
     tokens: tuple[Token, ...]
     model: str | None
+    is_synthetic: bool  # by an engine that accepts drafts at a set rate: its tokens mean nothing
     max_model_len: int | None
     num_prompt_tokens: int | None
     arrival_time: float | None  # at the engine, when its turn had come
@@ -109,6 +112,7 @@ class Answer:
         self._tokenizer: Tokenizer | None = None
         self._stream: TokenStream | None = None
         self._model: str | None = None
+        self._is_synthetic = False
         self._max_model_len: int | None = None
         self._num_prompt_tokens: int | None = None
         self._arrival_time: float | None = None
@@ -117,14 +121,17 @@ class Answer:
         self._finish_reason: str | None = None
         self._error: str | None = None
 
-    def begin(
-        self, tokenizer: Tokenizer, model: str, max_model_len: int | None, num_prompt_tokens: int, arrival_time: float
-    ) -> None:
-        """Its turn has come: it is about to be submitted."""
+    def begin(self, tokenizer: Tokenizer, config: EngineConfig, num_prompt_tokens: int, arrival_time: float) -> None:
+        """Its turn has come: it is about to be submitted.
+
+        Args:
+            config: of the engine, as it runs.
+        """
         with self._lock:
             self._status = "answering"
             self._tokenizer, self._stream = tokenizer, tokenizer.new_stream()
-            self._model, self._max_model_len = model, max_model_len
+            self._model, self._max_model_len = config.model.name, config.model.max_model_len
+            self._is_synthetic = is_synthetic(config.to_dict())
             self._num_prompt_tokens, self._arrival_time = num_prompt_tokens, arrival_time
 
     def on_event(self, event: StreamEvent) -> None:
@@ -155,6 +162,7 @@ class Answer:
                 settings=self.settings,
                 tokens=tuple(self._tokens),
                 model=self._model,
+                is_synthetic=self._is_synthetic,
                 max_model_len=self._max_model_len,
                 num_prompt_tokens=self._num_prompt_tokens,
                 arrival_time=self._arrival_time,

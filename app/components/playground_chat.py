@@ -152,12 +152,12 @@ def _answer(host: EngineHost, answer: Answer, messages: list[dict[str, str]]) ->
     arrival_time = time.perf_counter()
     tokenizer = host.tokenizer
     token_ids = tokenizer.encode_chat(messages)
-    config = info.resolved_config.model
-    answer.begin(tokenizer, config.name, config.max_model_len, len(token_ids), arrival_time)
+    answer.begin(tokenizer, info.resolved_config, len(token_ids), arrival_time)
     try:
         host.submit(answer.request_id, token_ids, answer.settings.sampling, answer.on_event, arrival_time)
     except RequestError as error:
-        if config.max_model_len is None or len(token_ids) < config.max_model_len:
+        max_model_len = info.resolved_config.model.max_model_len
+        if max_model_len is None or len(token_ids) < max_model_len:
             raise
         raise RequestError(f"{error}: clear the conversation, or shorten the message") from None
     if answer.stop_asked.is_set():  # by somebody who came before the request did

@@ -15,12 +15,17 @@ VERSION = 1
 
 
 def document(chat_id: str, turns: Sequence[Turn]) -> dict[str, Any]:
-    """JSON-safe data: what was said, with which settings, as which tokens, how fast. What does not exist is null."""
+    """JSON-safe data: what was said, with which settings, as which tokens, how fast. What does not exist is null.
+
+    Where an engine accepted drafts at a set rate, the document and each such turn have a `synthetic` that is true.
+    """
+    answered = [(turn, turn.answer.view()) for turn in turns]
     return {
         "format": FORMAT,
         "version": VERSION,
         "id": chat_id,
-        "turns": [_turn(turn, turn.answer.view()) for turn in turns],
+        **_mark(any(answer.is_synthetic for _, answer in answered)),
+        "turns": [_turn(turn, answer) for turn, answer in answered],
     }
 
 
@@ -30,6 +35,10 @@ def text(chat_id: str, turns: Sequence[Turn]) -> str:
     return dumped.encode("utf-8", "backslashreplace").decode()  # half characters have no UTF-8 form
 
 
+def _mark(is_synthetic: bool) -> dict[str, bool]:
+    return {"synthetic": True} if is_synthetic else {}
+
+
 def _turn(turn: Turn, answer: AnswerView) -> dict[str, Any]:
     origins = [token.origin for token in answer.tokens] if has_origins(answer.tokens) else None
     return {
@@ -37,6 +46,7 @@ def _turn(turn: Turn, answer: AnswerView) -> dict[str, Any]:
         "system_prompt": answer.settings.system_prompt.strip() or None,
         "sampling": answer.settings.sampling.to_dict(),
         "model": answer.model,
+        **_mark(answer.is_synthetic),
         "answer": {
             "text": answer.text,
             "token_ids": [token.token_id for token in answer.tokens],

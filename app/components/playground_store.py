@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.components.playground_chat import RETRY_S, Conversation
-from app.services import Services
+from app.services import Services, check_engine
 from backend.config import EngineConfig
 from backend.errors import EngineError, ServeLabError
 from backend.metrics.stats import Phase
@@ -130,6 +130,7 @@ def _fetch_and_load(services: Services, config: EngineConfig, on_phase: Callable
     def on_progress(what: str, done: float, total: float, unit: str) -> None:
         on_phase(Phase("pulling", done, total, unit) if total else Phase("pulling"))
 
+    check_engine(config)
     on_phase(Phase("pulling"))
     ensure_model(config.model.name, on_progress)
     on_phase(Phase("loading"))

@@ -11,6 +11,7 @@ from app.components import activity, links, live_panel, notes, quantization_matr
 from app.services import Services, start_quantization_run
 from backend.config import DEFAULT_MODEL
 from backend.errors import ServeLabError
+from backend.experiments.quantization_checkpoints import fitting_checkpoints
 from backend.experiments.quantization_config import DEFAULT_VARIANTS, QuantizationLabConfig, variant_name
 from backend.models.sources import list_models
 
@@ -27,6 +28,7 @@ _MORE = (
     "int4:group_size=32,zero_point=integer",
     "fp8:granularity=tensor",
     "int4:group_size=32,zero_point=float",
+    "int4:group_size=32,zero_point=integer,head=int8",
 )
 _MAX_SEARCHED = 50
 
@@ -44,7 +46,7 @@ def show(services: Services) -> None:
         state.setdefault(key, value)
     with st.container(border=True, key="quantization-form"):
         with st.grid(4, min_column_width=200) as grid:
-            models = [info.name for info in list_models()]
+            models = [info.name for info in list_models() if info.quantization is None]
             st.selectbox(
                 "Model",
                 models if state[_MODEL] in models else [state[_MODEL], *models],
@@ -56,13 +58,19 @@ def show(services: Services) -> None:
             with grid.cell(column_span=3):
                 st.multiselect(
                     "Variants",
-                    list(dict.fromkeys((*DEFAULT_VARIANTS, *_MORE, *state[_VARIANTS]))),
+                    list(
+                        dict.fromkeys(
+                            (*DEFAULT_VARIANTS, *_MORE, *fitting_checkpoints(state[_MODEL] or ""), *state[_VARIANTS])
+                        )
+                    ),
                     format_func=variant_name,
                     key=_VARIANTS,
                     accept_new_options=True,
                     placeholder="choose, or type METHOD:OPTION=VALUE,...",
-                    help="Each is measured beside the model as it is. gptq and awq are made as checkpoints first, once. Type "
-                    "others, as in int4:bits=3,group_size=32 or none:kv=int4.",
+                    help="Each is measured beside the model as it is. gptq and awq are made as checkpoints first, once. Stored "
+                    "quantized models of its shape are among them. Type others, as in int4:bits=3,group_size=32 or "
+                    "none:kv=int4; head=int8 puts the output head in 8 bits too, skip=\\*.down_proj leaves layers out, and a "
+                    "folder with a slash is a quantized model.",
                     persist_state="session",
                 )
         with st.expander("Advanced", icon=":material/tune:"):

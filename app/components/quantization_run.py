@@ -11,6 +11,7 @@ import streamlit as st
 from app import formatting
 from app.components import notes, quantization_charts, quantization_matrix, run_actions
 from app.components.quantization_form import ADDRESS, RUN
+from app.components.quantization_save import save_text
 from app.components.run_table import quantization_text
 from app.services import Services
 from backend.config import DEFAULT_MODEL
@@ -66,7 +67,7 @@ def pick(services: Services) -> tuple[Run | None, Run | None]:
 
 
 def is_comparison(run: Run) -> bool:
-    """And no sensitivity scan, which the run that it belongs to shows."""
+    """And no sensitivity scan or saved variant, which the run that it belongs to shows."""
     return run.kind == "quantization" and run.config["experiment"] == "compare"
 
 
@@ -192,7 +193,7 @@ def _follow_address(services: Services, runs: dict[int, Run]) -> None:
             run = services.repository.get(state[key]) if state[key] is not None and state[key] not in runs else None
             if run is not None and is_comparison(run):
                 runs[run.run_id] = run
-        if address[0] and state[RUN] not in runs and not _show_scan(services, runs):
+        if address[0] and state[RUN] not in runs and not _show_part(services, runs):
             st.warning(notes.plain(f"There is no quantization run {address[0]}. It may have been deleted."))
     state.setdefault(_WITH, None)
     if state.get(RUN) not in runs:
@@ -201,17 +202,19 @@ def _follow_address(services: Services, runs: dict[int, Run]) -> None:
         state.pop(RUN, None)
 
 
-def _show_scan(services: Services, runs: dict[int, Run]) -> bool:
-    """An address that names a sensitivity scan leads to the newest run that shows it."""
-    scan = services.repository.get(st.session_state[RUN]) if st.session_state[RUN] is not None else None
-    if scan is None or scan.kind != "quantization":
+def _show_part(services: Services, runs: dict[int, Run]) -> bool:
+    """An address that names a sensitivity scan, or a variant that was saved, leads to the newest run that shows it."""
+    part = services.repository.get(st.session_state[RUN]) if st.session_state[RUN] is not None else None
+    if part is None or part.kind != "quantization":
         return False
-    wanted = set(scan.config["variants"])
+    wanted = set(part.config["variants"])
     owner = next(
-        (run for run in runs.values() if run.model == scan.model and wanted <= set(run.config["variants"])), None
+        (run for run in runs.values() if run.model == part.model and wanted <= set(run.config["variants"])), None
     )
     if owner is not None:
         st.session_state[RUN] = owner.run_id
+    if part.config["experiment"] == "save":
+        st.info(notes.plain(f"Run {part.title} {save_text(part)}"), icon=":material/save:")
     return True
 
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import streamlit as st
 
-from app.components import links, notes, settings_text, widgets
+from app.components import links, notes, quantization_save, settings_text, widgets
+from app.services import Services
 from app.state import fill_form
 from backend.config import EngineConfig
 from backend.errors import ServeLabError
-from backend.experiments.quantization_checkpoints import NUM_WINDOWS, WINDOW_LENGTH
+from backend.experiments.quantization_checkpoints import NUM_WINDOWS, WINDOW_LENGTH, why_not_saved
 from backend.experiments.quantization_config import REFERENCE, Variant, parse_variant, variant_name
 from backend.experiments.quantization_results import wholes
 from backend.workload.spec import Workload
 from db.run_rows import Run
 
 _VARIANT = "quantization-taken"
-_SAVED = ("int8", "int4", "gptq", "awq", "w8a8_int8", "fp8")
 
 _EXPLANATION = r"""
 Weights in fewer bits take less memory and less time to read, at some loss. A method lays a **grid** over the weights, with a
@@ -47,27 +47,26 @@ KL tells variants apart long before perplexity does: where some tokens gain what
 """
 
 
-def show(run: Run, results: Sequence[Any]) -> None:
+def show(services: Services, run: Run, results: Sequence[Any]) -> None:
     rows = {row["variant"]: row for row in wholes(results) if row["variant"] != REFERENCE and not row["problem"]}
     if not rows:
         st.info("No variant of this run has been made.", icon=":material/ios_share:")
         return
     if st.session_state.get(_VARIANT) not in rows:
         st.session_state[_VARIANT] = next(iter(rows))
-    chosen = st.selectbox("Variant", list(rows), format_func=variant_name, key=_VARIANT, width=260)
+    chosen = st.selectbox("Variant", list(rows), format_func=variant_name, key=_VARIANT, width=420)
     taken = chosen or next(iter(rows))
     try:
         variant = parse_variant(taken)
-        config = variant.engine_config(rows[taken]["checkpoint"] or run.model)
+        config = variant.engine_config(variant.checkpoint or rows[taken]["checkpoint"] or run.model)
     except ServeLabError as error:
         st.error(notes.plain(str(error)), icon=":material/error:")
         return
-    command, problem = quantize_command(run.model, variant)
-    st.markdown("**The checkpoint**, in the compressed-tensors format")
-    if command:
+    st.markdown("**A model of its own**, in the compressed-tensors format")
+    quantization_save.show(services, run, taken, variant)
+    if command := model_command(run.model, variant):
+        st.markdown("**On the command line**")
         st.code(command, language="bash")
-    else:
-        st.caption(notes.plain(problem))
     st.markdown("**The config that runs it**")
     st.code(settings_text.toml_document(_differences(config)), language="toml")
     st.code(settings_text.cli_command(config, Workload()), language="bash")
@@ -82,30 +81,28 @@ def explanation() -> None:
         st.markdown(_EXPLANATION)
 
 
-def quantize_command(model: str, variant: Variant) -> tuple[str | None, str]:
-    """The command line that makes the variant's checkpoint, or why there is none."""
+def model_command(model: str, variant: Variant) -> str | None:
+    """The command line that makes the variant's checkpoint, or a model of one in a folder; None where there is none."""
+    if variant.checkpoint is not None:
+        is_folder = "/" in variant.checkpoint
+        return f"servelab models add {shlex.quote(variant.checkpoint)}" if is_folder else None
+    if why_not_saved(variant):
+        return None
     settings = variant.quantization
-    if variant.method not in _SAVED:
-        what = (
-            "a KV cache is no part of a checkpoint"
-            if variant.method is None
-            else f"{variant.method} has no such format"
-        )
-        return None, f"There is none: {what}. The config below quantizes the model as it is loaded."
-    if variant.method == "int4" and (settings.zero_point or "float") == "float":
-        return None, (
-            "There is none: the format has no floating minimums. int4:zero_point=integer has one; the config below quantizes "
-            "the model as it is loaded."
-        )
-    parts = ["servelab quantize", shlex.quote(model), "--method", variant.method]
-    options = {"--bits": settings.bits, "--group-size": settings.group_size}
+    parts = [f"servelab quantize {shlex.quote(model)} --method {variant.method}"]
+    options = {
+        "--bits": settings.bits,
+        "--group-size": settings.group_size,
+        "--zero-point": settings.zero_point,
+        "--granularity": settings.granularity,
+        "--head": settings.head,
+    }
     parts += [f"{name} {value}" for name, value in options.items() if value is not None]
-    if settings.zero_point is not None:
-        parts.append(f"--zero-point {settings.zero_point}")
+    parts += [f"--skip {shlex.quote(pattern)}" for pattern in settings.skip]
     if variant.is_calibrated:
         parts.append(f"--windows {NUM_WINDOWS} --window-length {WINDOW_LENGTH}")
     parts.append(f"-o {shlex.quote(f'{Path(model).name}-{variant.method}'.replace(':', '-'))}")
-    return " ".join(parts), ""
+    return " ".join(parts)
 
 
 def _differences(config: EngineConfig) -> dict[str, Any]:

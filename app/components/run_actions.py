@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import streamlit as st
 
 from app.components import links, notes, widgets
-from app.services import Services, export_stored_runs, start_run
+from app.components.speculation_pick import method_of
+from app.run_export import export_stored_runs
+from app.services import Services, start_run
 from app.state import address_of, fill_form
 from backend.config import EngineConfig
 from backend.errors import ServeLabError
@@ -20,12 +22,13 @@ _MIMES: dict[Format, str] = {"json": "application/json", "csv": "text/csv"}
 _TABLES: dict[Table, str] = {
     "requests": "requests, a row each",
     "steps": "engine steps, a row each",
+    "rounds": "rounds of drafts, a row each",
     "runs": "runs, a row each",
     "kernels": "kernel results, a row each",
     "quantization": "quantization results, a row each",
 }
 _OF_KIND: dict[RunKind, tuple[Table, ...]] = {
-    "serve": ("requests", "steps", "runs"),
+    "serve": ("requests", "steps", "rounds", "runs"),
     "kernels": ("kernels", "runs"),
     "quantization": ("quantization", "runs"),
     "certificate": ("runs",),
@@ -58,11 +61,16 @@ def show(services: Services, runs: Sequence[Run]) -> None:
         st.error(notes.plain(error), icon=":material/error:")
 
 
-def export(services: Services, runs: Sequence[Run]) -> None:
-    """A popover that writes the runs to a file."""
+def export(services: Services, runs: Sequence[Run], first: Table | None = None) -> None:
+    """A popover that writes the runs to a file.
+
+    Args:
+        first: what is offered before the other tables.
+    """
     ids = [run.run_id for run in runs]
     formats = list(_MIMES)
-    tables: list[Table] = list(dict.fromkeys(table for run in runs for table in _OF_KIND[run.kind])) or list(_TABLES)
+    tables: list[Table] = list(dict.fromkeys(table for run in runs for table in _tables_of(run))) or list(_TABLES)
+    tables.sort(key=lambda table: table != first)
     if st.session_state.get(_EXPORTED) not in tables:
         st.session_state[_EXPORTED] = tables[0]
     with st.popover("Export", icon=":material/download:", disabled=not runs):
@@ -78,6 +86,11 @@ def export(services: Services, runs: Sequence[Run]) -> None:
             on_click="ignore",
             disabled=not runs,
         )
+
+
+def _tables_of(run: Run) -> tuple[Table, ...]:
+    tables = _OF_KIND[run.kind]
+    return tables if method_of(run) is not None else tuple(table for table in tables if table != "rounds")
 
 
 def label_and_notes(services: Services, run: Run) -> None:

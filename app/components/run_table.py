@@ -108,6 +108,8 @@ def lab_text(config: Mapping[str, Any]) -> str:
 def quantization_text(config: Mapping[str, Any]) -> str:
     """A quantization run's in a few words: "quantization: int8, nf4 and 3 more"."""
     names = [variant_name(text) for text in config["variants"]]
+    if config["experiment"] == "save":
+        return f"saved: {names[0]} as {config['name']}"
     more = len(names) - _MAX_NAMED
     what = "quantization" if config["experiment"] == "compare" else "sensitivity"
     return f"{what}: {', '.join(names[:_MAX_NAMED])}" + (f" and {more} more" if more > 0 else "")

@@ -6,7 +6,7 @@ import numpy as np
 import streamlit as st
 
 from app import formatting
-from app.components import figures, links, notes, speculation_charts, speculation_request
+from app.components import figures, links, notes, run_actions, speculation_charts, speculation_request
 from app.components.activity import polled
 from app.components.live_panel import POLL_S
 from app.components.speculation_pick import method_of, method_text, settings_of
@@ -102,7 +102,7 @@ def _run(services: Services, run: Run | None, *, goes_on: bool) -> None:
         st.vega_lite_chart(*speculation_charts.by_position(rates), key="speculation-positions")
         _over_time(source)
     if not goes_on:
-        _raw(source)
+        _raw(services, source)
 
 
 def _headline(source: Source) -> None:
@@ -162,8 +162,9 @@ def _over_time(source: Source) -> None:
     st.vega_lite_chart(*speculation_charts.over_time(curve, window, longest), key="speculation-lengths")
 
 
-def _raw(source: Source) -> None:
+def _raw(services: Services, source: Source) -> None:
     run = source.run
     with st.container(horizontal=True):
         links.detail_link(run.run_id)
         links.scheduler_link(run.run_id)
+        run_actions.export(services, [run], first="rounds")

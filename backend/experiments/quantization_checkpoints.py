@@ -1,23 +1,67 @@
-"""Checkpoints that the quantization lab makes by calibrated methods, kept among the models and used again. No torch here."""
+"""Checkpoints of the quantization lab: those that it makes by calibrated methods, kept among the models and used again, and
+quantized models that are variants themselves. No torch at module level.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from hashlib import blake2b
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from backend.errors import ConfigError
-from backend.experiments.quantization_config import Variant
-from backend.models.sources import ModelSource
+from backend.errors import ConfigError, ModelError
+from backend.experiments.quantization_config import CALIBRATED, Variant
+from backend.models.dummy import DUMMY_SHAPES
+from backend.models.model_config import DecoderConfig, load_decoder_config
+from backend.models.sources import ModelSource, list_models, resolve_source
 from backend.models.store import building
 from backend.paths import models_home
+
+if TYPE_CHECKING:
+    from backend.config import QuantizationSettings
+    from backend.quantization.quantize_model import SavedMethod
 
 NUM_WINDOWS = 16
 WINDOW_LENGTH = 256
 _FOLDER = ".quantized"  # hidden: a list of models does not show it
+_SAVED = ("int8", "int4", "gptq", "awq", "w8a8_int8", "fp8")
+# Of a config: what quantizing may change, and what generation alone asks for.
+_NOT_SHAPE = ("tie_word_embeddings", "eos_token_ids", "checkpoint_dtype", "stored_quantization")
 
 ProgressCallback = Callable[[int, int], None]  # layers done, layers in all
+
+
+def why_not_saved(variant: Variant) -> str | None:
+    """Why no checkpoint can be made of a variant, in a sentence; None where one can."""
+    if variant.checkpoint is not None:
+        return f"{variant.name} is a checkpoint already."
+    if variant.method is None:
+        return "There is none: a KV cache is no part of a checkpoint."
+    if variant.method not in _SAVED:
+        return f"There is none: the compressed-tensors format does not have {variant.method}."
+    if variant.method in ("int4", *CALIBRATED) and (variant.quantization.zero_point or "float") == "float":
+        return f"There is none: the format has no floating minimums; {variant.method}:zero_point=integer has one."
+    return None
+
+
+def saved_settings(variant: Variant) -> tuple[SavedMethod, QuantizationSettings]:
+    """What `quantize_model` takes to make a variant's checkpoint. Raises `ConfigError` where none can be made."""
+    from backend.quantization.quantize_model import grid_settings
+
+    if problem := why_not_saved(variant):
+        raise ConfigError(problem)
+    method, grid = cast("SavedMethod", variant.method), variant.quantization
+    settings = grid_settings(
+        method,
+        bits=grid.bits,
+        group_size=grid.group_size,
+        zero_point=grid.zero_point,
+        granularity=grid.granularity,
+        head=grid.head,
+        skip=grid.skip,
+    )
+    return method, settings
 
 
 def calibrated_checkpoint(source: ModelSource, variant: Variant, on_progress: ProgressCallback) -> ModelSource:
@@ -32,9 +76,8 @@ def calibrated_checkpoint(source: ModelSource, variant: Variant, on_progress: Pr
     """
     import torch
 
-    from backend.models.model_config import load_decoder_config
     from backend.quantization.calibration import DEFAULT_TEXT, cut_windows, read_texts
-    from backend.quantization.quantize_model import VERSION, SavedMethod, fingerprint, grid_settings, quantize_model
+    from backend.quantization.quantize_model import VERSION, fingerprint, quantize_model
     from backend.quantization.work_folder import WorkFolder
     from backend.tokenizer import load_tokenizer
 
@@ -42,8 +85,7 @@ def calibrated_checkpoint(source: ModelSource, variant: Variant, on_progress: Pr
         raise ConfigError(
             f"{source.name} has no files to make a checkpoint of by {variant.method}; name a model that has"
         )
-    method, grid = cast(SavedMethod, variant.method), variant.quantization
-    settings = grid_settings(method, bits=grid.bits, group_size=grid.group_size, zero_point=grid.zero_point)
+    method, settings = saved_settings(variant)
     texts = read_texts(DEFAULT_TEXT)
     length = min(WINDOW_LENGTH, load_decoder_config(source.path).max_position_embeddings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,3 +102,48 @@ def calibrated_checkpoint(source: ModelSource, variant: Variant, on_progress: Pr
                 work = WorkFolder(output, force=False)
                 quantize_model(source, method, settings, windows, work, device=device, on_progress=on_progress)
     return ModelSource(f"{source.name} in {method}", "folder", path=output)
+
+
+def named_checkpoint(source: ModelSource, name: str) -> ModelSource:
+    """A quantized model that can stand beside the model that it was made of, or one like it.
+
+    Args:
+        source: the lab's reference.
+        name: of a stored model, or a folder.
+    Raises:
+        ModelError: there is none, or its files are damaged.
+        ConfigError: it is not quantized, or not of the reference's architecture and shape.
+    """
+    checkpoint = resolve_source(name)
+    if checkpoint.path is None or load_decoder_config(checkpoint.path).stored_quantization is None:
+        raise ConfigError(f"{name} is not quantized: a variant is a method, or a model in fewer bits")
+    own, other = load_decoder_config(checkpoint.path), _config_of(source)
+    for field in fields(DecoderConfig):
+        mine, theirs = getattr(own, field.name), getattr(other, field.name)
+        if field.name not in _NOT_SHAPE and mine != theirs:
+            raise ConfigError(
+                f"{name} is no variant of {source.name}: its {field.name} is {mine}, that of {source.name} {theirs}"
+            )
+    return checkpoint
+
+
+def fitting_checkpoints(model: str) -> list[str]:
+    """Stored quantized models that can be variants of a model; all of them while it is not here."""
+    quantized = [info.name for info in list_models() if info.quantization is not None]
+    try:
+        source = resolve_source(model)
+    except ModelError:
+        return quantized
+    return [name for name in quantized if _fits(source, name)]
+
+
+def _fits(source: ModelSource, name: str) -> bool:
+    try:
+        named_checkpoint(source, name)
+    except (ConfigError, ModelError):
+        return False
+    return True
+
+
+def _config_of(source: ModelSource) -> DecoderConfig:
+    return DUMMY_SHAPES[source.shape or ""] if source.path is None else load_decoder_config(source.path)

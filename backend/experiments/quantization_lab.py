@@ -20,14 +20,15 @@ from backend.config import EngineConfig, default_cpu_threads
 from backend.errors import ConfigError, ServeLabError
 from backend.experiments.layer_error import measure_layer_errors, scan_sensitivity
 from backend.experiments.quality import RememberedModel, measure_quality
-from backend.experiments.quantization_checkpoints import calibrated_checkpoint
+from backend.experiments.quantization_checkpoints import calibrated_checkpoint, named_checkpoint
 from backend.experiments.quantization_config import REFERENCE, QuantizationLabConfig, Variant, parse_variant
 from backend.experiments.quantization_figures import Result, figures, storage, stored_settings
 from backend.experiments.quantization_speed import measure_speed
 from backend.experiments.text_pass import TextModel, load_text_model
 from backend.metrics.environment import environment
 from backend.metrics.stats import Phase, RunEnd, RunStart, StatsSink
-from backend.models.sources import ModelSource, ensure_model, resolve_source
+from backend.models.sources import ModelSource, ensure_model, is_pullable, resolve_source
+from backend.models.store import is_complete
 
 OnResult = Callable[[Result], None]
 
@@ -45,10 +46,11 @@ class _Cancelled(Exception):
 
 def check_lab(config: QuantizationLabConfig) -> None:
     """Find what would fail the whole run and is known without the model. Raises `ModelError` or `ConfigError`."""
-    from backend.models.sources import is_pullable
-
-    if not is_pullable(config.model):
-        resolve_source(config.model)
+    is_here = is_complete(config.model) or not is_pullable(config.model)
+    source = resolve_source(config.model) if is_here else None
+    for variant in map(parse_variant, config.variants):
+        if variant.checkpoint is not None and source is not None:
+            named_checkpoint(source, variant.checkpoint)
     _read_text(config)
 
 
@@ -181,14 +183,25 @@ class _Lab:
     def _prepare(self, source: ModelSource, variant: Variant) -> tuple[TextModel, Result]:
         """The variant as it runs, and where it is to be found again."""
         started = time.perf_counter()
-        stored = source
-        if variant.is_calibrated:
+        stored, checkpoint = source, variant.checkpoint
+        if checkpoint is not None:
+            stored = self._named_checkpoint(source, checkpoint)
+        elif variant.is_calibrated:
             stored = calibrated_checkpoint(source, variant, self._on_layers)
+            checkpoint = str(stored.path)
         self._say("loading")
         model = load_text_model(stored, variant.engine_config(self._config.model))
-        checkpoint = str(stored.path) if variant.is_calibrated else None
         settings = stored_settings(model, variant)
         return model, {"prepare_s": time.perf_counter() - started, "checkpoint": checkpoint, "settings": settings}
+
+    def _named_checkpoint(self, source: ModelSource, name: str) -> ModelSource:
+        from backend.tokenizer import load_tokenizer
+
+        stored = named_checkpoint(source, name)
+        token_ids = load_tokenizer(stored).encode(_read_text(self._config))[: self._config.max_tokens]
+        if token_ids != self._token_ids:
+            raise ConfigError(f"{name} is no variant of {source.name}: its tokenizer makes other tokens of the text")
+        return stored
 
     def _layer_errors(self, model: TextModel) -> Result:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -11,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backend.errors import ModelError
-from backend.models.safetensors_file import WEIGHTS_FILE, WEIGHTS_INDEX, find_weights
+from backend.models.safetensors_file import find_parts
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -28,7 +27,7 @@ class Checkpoint:
         self._files = ExitStack()
         self._locations: dict[str, tuple[Path, Any]] = {}  # tensor name -> (file, its safe_open handle)
         try:
-            for path, expected in _parts(folder).items():
+            for path, expected in find_parts(folder).items():
                 handle = self._open(path)
                 present = set(handle.keys())
                 if absent := sorted(expected - present):
@@ -81,26 +80,3 @@ class Checkpoint:
             raise ModelError(f"{path} is missing, though the index names it") from None
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path}: truncated, or not a safetensors file ({error})") from None
-
-
-def _parts(folder: Path) -> dict[Path, set[str]]:
-    """File -> the tensors to take from it; an empty set stands for all it holds."""
-    weights = find_weights(folder)
-    if weights is None:
-        found = sorted(path.name for path in folder.glob("*") if path.suffix in {".bin", ".pt", ".pth", ".gguf"})
-        suffix = f" (it holds {', '.join(found)}: only safetensors are supported)" if found else ""
-        raise ModelError(f"{folder}: neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX} is there{suffix}")
-    if weights.suffix != ".json":
-        return {weights: set()}
-    index = weights
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        entries = {name: Path(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(f'{index}: not a safetensors index; expected {{"weight_map": {{tensor: file}}}}') from None
-    parts: dict[Path, set[str]] = {}
-    for name, file in entries.items():
-        if file.name != str(file):
-            raise ModelError(f"{index}: {name} is said to be in {str(file)!r}, which is not a file of this folder")
-        parts.setdefault(folder / file, set()).add(name)
-    return parts

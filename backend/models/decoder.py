@@ -66,9 +66,11 @@ class Decoder(nn.Module):
         device: torch.device,
         ops: LayerOps = REFERENCE_OPS,
         linear_device: torch.device | None = None,
+        head_device: torch.device | None = None,
     ) -> None:
         """Args:
         linear_device: of the linear layers; on "meta" they take no memory, and are to be replaced one by one.
+        head_device: the same of an output head that is not tied.
         """
         super().__init__()
         self.config = config
@@ -84,7 +86,7 @@ class Decoder(nn.Module):
             config.vocab_size,
             bias=False,
             dtype=dtype,
-            device=device,
+            device=head_device or device,
             shared_weight=self.embedding if config.tie_word_embeddings else None,
         )
         self.cos_sin_cache: Tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from backend.config import QuantizationSettings
 from backend.layers.linear import Linear
@@ -97,16 +97,10 @@ class LayerQuantizer:
         is_tied = model.config.tie_word_embeddings
         weight = model.embedding if is_tied else model.head.weight
         assert weight is not None
-        check_finite(EMBEDDING if is_tied else HEAD, weight)
-        rows = max(1, _HEAD_WEIGHTS_AT_ONCE // weight.shape[1])
-        packed = IntWeight.join([Int8().quantize(part) for part in weight.data.split(rows)])
+        packed = quantize_head_weight(EMBEDDING if is_tied else HEAD, weight.data)
         model.set_submodule("head", QuantizedLinear(packed, None))
         if is_tied:
-            kept = str(weight.dtype).removeprefix("torch.")
-            self.notices += (
-                f"the output head is an int8 copy of the embedding, which stays in {kept} for looking tokens up: "
-                f"the two share nothing any more, which takes {packed.nbytes:,} bytes",
-            )
+            self.notices += (head_copy_notice(weight.dtype, packed),)
 
     def _pack(self, dense: Linear, projections: dict[str, int]) -> QuantizedLinear:
         assert dense.weight is not None
@@ -114,3 +108,23 @@ class LayerQuantizer:
             check_finite(f"{name}.weight", rows)
         bias = None if dense.bias is None else nn.Parameter(dense.bias.to(self._dtype), requires_grad=False)
         return QuantizedLinear(self._method.quantize(dense.weight.data), bias)
+
+
+def quantize_head_weight(name: str, weight: Tensor) -> IntWeight:
+    """An output head in int8, a scale for each token. Raises `ModelError` naming it for weights that are not finite.
+
+    Args:
+        weight: float [vocab_size, hidden].
+    """
+    check_finite(name, weight)
+    rows = max(1, _HEAD_WEIGHTS_AT_ONCE // weight.shape[1])
+    return IntWeight.join([Int8().quantize(part) for part in weight.split(rows)])
+
+
+def head_copy_notice(dtype: torch.dtype, packed: IntWeight) -> str:
+    """What it takes that a head in int8 was tied to the embedding, which stays in `dtype`."""
+    kept = str(dtype).removeprefix("torch.")
+    return (
+        f"the output head is an int8 copy of the embedding, which stays in {kept} for looking tokens up: "
+        f"the two share nothing any more, which takes {packed.nbytes:,} bytes"
+    )

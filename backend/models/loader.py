@@ -21,6 +21,7 @@ from backend.models.model_config import DecoderConfig, load_decoder_config
 from backend.models.sources import ModelSource
 from backend.models.stored_layers import StoredLayers
 from backend.models.weight_slots import EMBEDDING, HEAD, REDUNDANT_SUFFIX, linear_slots, weight_slots
+from backend.quantization.formats.scheme import HEAD as HEAD_NAME
 
 ProgressCallback = Callable[[float, float], None]  # bytes done, bytes in all
 
@@ -123,7 +124,15 @@ def _build(
             f"the weights need {needed / 2**30:.1f} GiB in {kept}, and {device.type} memory has "
             f"{free / 2**30:.1f} GiB free; choose a smaller model or dtype"
         )
-    return Decoder(config, dtype=dtype, device=device, linear_device=torch.device("meta") if quantizer else None)
+    meta = torch.device("meta")
+    stores_head = isinstance(quantizer, StoredLayers) and quantizer.has_head
+    return Decoder(
+        config,
+        dtype=dtype,
+        device=device,
+        linear_device=meta if quantizer else None,
+        head_device=meta if stores_head else None,
+    )
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -197,8 +206,10 @@ def _check_names(folder: Path, checkpoint: Checkpoint, slots: dict[str, torch.Te
 def _resolve_tie(config: DecoderConfig, checkpoint: Checkpoint) -> tuple[DecoderConfig, list[str]]:
     """A head that is stored beside the embedding it is tied to, and differs from it, was meant: untie, as transformers.
 
-    An equal one stays tied.
+    An equal one stays tied. One that is stored quantized is a weight of its own, whatever config.json says.
     """
+    if config.stored_quantization is not None and config.stored_quantization.scheme_of(HEAD_NAME) is not None:
+        return replace(config, tie_word_embeddings=False), []
     if not config.tie_word_embeddings or HEAD not in checkpoint or EMBEDDING not in checkpoint:
         return config, []
     if torch.equal(checkpoint.tensor(HEAD), checkpoint.tensor(EMBEDDING)):

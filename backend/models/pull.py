@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from backend.models import store
 ProgressCallback = Callable[[str, float, float, str], None]
 
 _POLL_S = 0.1
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 # pip, which the system ends with us, however we end. Its argument is our process id: who has ended by then ends nobody.
 _PIP = """
@@ -100,7 +98,7 @@ def add(path: Path, name: str | None, on_progress: ProgressCallback) -> str:
         ModelError: a bad name, a name that is taken, or a file that cannot be converted.
     """
     if name is not None:
-        _check_name(name)  # before the file is read, which takes a while
+        store.check_name(name)  # before the file is read, which takes a while
     try:
         path = path.expanduser().absolute()
         is_file = path.is_file()
@@ -118,7 +116,7 @@ def add(path: Path, name: str | None, on_progress: ProgressCallback) -> str:
     known = next((model for model in PULLABLE.values() if model.gguf_sha256 == sha256), None)
     if name is None:
         name = known.name if known else path.stem.lower()
-        _check_name(name)
+        store.check_name(name)
     if name in PULLABLE and (known is None or known.name != name):
         raise ModelError(f"the name {name!r} stands for {PULLABLE[name].description}; give {path.name} another one")
     with store.building(name, lambda: on_progress("waiting for another process", 0, 0, "")) as folder:
@@ -235,13 +233,6 @@ def _convert(
         files={path.name: path.stat().st_size for path in sorted(built.iterdir())},
     )
     store.publish(built, name, manifest)
-
-
-def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise ModelError(
-            f"{name!r} cannot name a model; allowed: letters, digits, and . _ - after the first of them, 100 in all"
-        )
 
 
 def _check_hash(what: str, found: str, expected: str) -> None:

@@ -78,8 +78,43 @@ def find_weights(folder: Path) -> Path | None:
     return None
 
 
-def count_elements(path: Path) -> int:
-    """Number of values in all tensors of a safetensors file. Raises `ModelError` if it is foreign or truncated."""
+def find_parts(folder: Path) -> dict[Path, set[str]]:
+    """The files of a model folder's weights, each with the tensors to take from it; an empty set stands for all it holds.
+
+    Raises:
+        ModelError: there are no weights, or the index of their parts is malformed.
+    """
+    weights = find_weights(folder)
+    if weights is None:
+        found = sorted(path.name for path in folder.glob("*") if path.suffix in {".bin", ".pt", ".pth", ".gguf"})
+        suffix = f" (it holds {', '.join(found)}: only safetensors are supported)" if found else ""
+        raise ModelError(f"{folder}: neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX} is there{suffix}")
+    if weights.suffix != ".json":
+        return {weights: set()}
+    index = weights
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        entries = {name: Path(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f'{index}: not a safetensors index; expected {{"weight_map": {{tensor: file}}}}') from None
+    parts: dict[Path, set[str]] = {}
+    for name, file in entries.items():
+        if file.name != str(file):
+            raise ModelError(f"{index}: {name} is said to be in {str(file)!r}, which is not a file of this folder")
+        parts.setdefault(folder / file, set()).add(name)
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCounts:
+    """Of a safetensors file."""
+
+    num_tensors: int
+    num_elements: int  # values in all of them
+
+
+def count_tensors(path: Path) -> TensorCounts:
+    """By a safetensors file's header. Raises `ModelError` if it is foreign or truncated."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -89,9 +124,9 @@ def count_elements(path: Path) -> int:
             header = json.loads(file.read(length))
         tensors = [entry for name, entry in header.items() if name != "__metadata__"]
         end = 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
-        count = sum(math.prod(entry["shape"]) for entry in tensors)
+        num_elements = sum(math.prod(entry["shape"]) for entry in tensors)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError):
         raise ModelError(f"{path} is not a safetensors file") from None
     if size != end:
         raise ModelError(f"{path} is truncated or damaged: it has {size:,} bytes, and its header asks for {end:,}")
-    return count
+    return TensorCounts(len(tensors), num_elements)

@@ -1,7 +1,7 @@
 """Models by name: which there are, where their files lie, and how to get the missing ones.
 
-A name is one of: a model that can be pulled (`smollm2-135m`), a model added from a GGUF file, the path of a Hugging Face
-folder, or `dummy:<shape>` for random weights.
+A name is one of: a model that can be pulled (`smollm2-135m`), one that was added or made by quantizing another, the path of a
+Hugging Face folder, or `dummy:<shape>` for random weights.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from backend.errors import ModelError
-from backend.models import pull, store
+from backend.models import folder, pull, store
 from backend.models.dummy import DUMMY_SHAPES
 from backend.models.model_config import DecoderConfig, load_decoder_config
 from backend.models.pull import PULLABLE, ProgressCallback
-from backend.models.safetensors_file import WEIGHTS_FILE, WEIGHTS_INDEX, count_elements, find_weights
+from backend.models.safetensors_file import WEIGHTS_FILE, WEIGHTS_INDEX, count_tensors, find_weights
 
 ModelState = Literal["ready", "not pulled", "damaged", "built in"]
 
@@ -42,13 +42,19 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One line of the list of models. `path` and `size_bytes` are None where there are no files."""
+    """One line of the list of models.
+
+    Attributes:
+        path, size_bytes: None where there are no files.
+        quantization: in words, how a quantized model's layers are stored; None for others.
+    """
 
     name: str
     state: ModelState
     description: str
     path: Path | None
     size_bytes: int | None
+    quantization: str | None = None
 
 
 def resolve_source(name: str) -> ModelSource:
@@ -117,6 +123,33 @@ def add_gguf(path: str | Path, name: str | None = None, on_progress: ProgressCal
     return resolve_source(pull.add(Path(path), name, on_progress))
 
 
+def add_model(
+    path: str | Path, name: str | None = None, on_progress: ProgressCallback = lambda *_: None
+) -> ModelSource:
+    """Make a model of a GGUF file, or of a copy of a folder in Hugging Face's layout, quantized or not.
+
+    Args:
+        name: by default that of the file or folder, in lower case.
+    Raises:
+        ModelError: what is there is no model, the name cannot be had, or nothing can be written.
+    """
+    try:
+        place = Path(path).expanduser().absolute()
+        is_folder = place.is_dir()
+    except (RuntimeError, OSError):  # said by `add_gguf` too
+        is_folder = False
+    if not is_folder:
+        return add_gguf(path, name, on_progress)
+    name = place.name.lower() if name is None else name
+    folder.add_folder(place, name, on_progress)
+    return resolve_source(name)
+
+
+def remove_model(name: str, on_progress: ProgressCallback = lambda *_: None) -> None:
+    """Remove a stored model's files; one that can be pulled can be pulled again. Raises `ModelError`."""
+    store.remove(name, lambda: on_progress("waiting for another process", 0, 0, ""))
+
+
 def model_info(name: str) -> dict[str, Any]:
     """What is known of a model, as JSON-safe data; null where it does not apply or is not known before a pull.
 
@@ -134,6 +167,7 @@ def model_info(name: str) -> dict[str, Any]:
         "license": PULLABLE[name].license if name in PULLABLE else None,
         "origin": f"PyPI {PULLABLE[name].requirement}" if name in PULLABLE else None,
         "revision": source.revision if source else None,
+        "quantization": None,
         "path": str(source.path) if source and source.path else None,
         "size_bytes": None,
         "num_parameters": None,
@@ -148,7 +182,8 @@ def model_info(name: str) -> dict[str, Any]:
     info["size_bytes"] = listed.size_bytes if listed else sum(entry.stat().st_size for entry in files)
     config = load_decoder_config(source.path)
     info["config"] = _to_json_safe(config)
-    num_elements = sum(count_elements(entry) for entry in files if entry.suffix == ".safetensors")
+    info["quantization"] = str(config.stored_quantization) if config.stored_quantization else None
+    num_elements = sum(count_tensors(entry).num_elements for entry in files if entry.suffix == ".safetensors")
     # Packed weights and their scales are not as many as what they stand for.
     info["num_parameters"] = num_elements if config.stored_quantization is None else config.count_parameters()
     if stored:
@@ -158,15 +193,15 @@ def model_info(name: str) -> dict[str, Any]:
 
 
 def _resolve_stored(name: str) -> ModelSource:
-    folder = store.model_folder(name)
-    if not folder.exists():
+    place = store.model_folder(name)
+    if not place.exists():
         raise ModelError(f"{name} has not been pulled yet; fetch it with: servelab models pull {name}")
     try:
-        manifest = store.read_manifest(folder)
+        manifest = store.read_manifest(place)
     except ModelError as error:
-        remedy = f"servelab models pull {name}" if name in PULLABLE else f"servelab models add PATH.gguf --name {name}"
+        remedy = f"servelab models pull {name}" if name in PULLABLE else f"servelab models add PATH --name {name}"
         raise ModelError(f"{error}; build it again with: {remedy}") from None
-    return ModelSource(name, "folder", path=folder, revision=manifest.gguf_sha256[:12])
+    return ModelSource(name, "folder", path=place, revision=manifest.sha256[:12] if manifest.sha256 else None)
 
 
 def _resolve_folder(name: str, path: Path) -> ModelSource:
@@ -177,15 +212,15 @@ def _resolve_folder(name: str, path: Path) -> ModelSource:
 
 
 def _stored_info(name: str) -> ModelInfo:
-    folder = store.model_folder(name)
-    description = PULLABLE[name].description if name in PULLABLE else "added from a GGUF file"
-    if not folder.exists():
+    place = store.model_folder(name)
+    description = PULLABLE[name].description if name in PULLABLE else "not whole, and not used"
+    if not place.exists():
         return ModelInfo(name, "not pulled", description, None, None)
     try:
-        manifest = store.read_manifest(folder)
+        manifest = store.read_manifest(place)
     except ModelError:
-        return ModelInfo(name, "damaged", description, folder, None)
-    return ModelInfo(name, "ready", manifest.description, folder, manifest.size_bytes)
+        return ModelInfo(name, "damaged", description, place, None)
+    return ModelInfo(name, "ready", manifest.description, place, manifest.size_bytes, manifest.quantization)
 
 
 def _to_json_safe(config: DecoderConfig) -> dict[str, Any]:

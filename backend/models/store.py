@@ -1,4 +1,4 @@
-"""Converted models on disk: one folder each in `models_home()`, complete or not used.
+"""Models by name on disk: one folder each in `models_home()`, complete or not used.
 
 A model is written to a folder beside its place (`.partial/<name>/<random>`), flushed, given its manifest last, and renamed
 into place. The manifest lists every file with its size: a folder without one, or with a file of another size, is never
@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -26,24 +27,47 @@ MANIFEST_NAME = "servelab.json"
 # To be raised when a conversion gives other files than before: older folders are then built afresh.
 _FORMAT = 1
 _LOCK_POLL_S = 0.2
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a model folder holds and where it came from."""
+    """What a model folder holds and where it came from.
+
+    Attributes:
+        gguf_sha256: of the file that it was converted from; None for a model that was no GGUF file.
+        files: name -> bytes.
+        files_sha256: of the files' names and contents, for a model that was no GGUF file.
+        quantization: in words, how its layers are stored; None: as they are.
+    """
 
     description: str
     license: str | None
     origin: str
-    gguf_sha256: str
+    gguf_sha256: str | None
     num_tensors: int
     num_parameters: int
-    files: dict[str, int]  # name -> bytes
+    files: dict[str, int]
     format: int = _FORMAT
+    files_sha256: str | None = None
+    quantization: str | None = None
 
     @property
     def size_bytes(self) -> int:
         return sum(self.files.values())
+
+    @property
+    def sha256(self) -> str | None:
+        """What tells two contents apart."""
+        return self.gguf_sha256 or self.files_sha256
+
+
+def check_name(name: str) -> None:
+    """Raise `ModelError` for what cannot name a model."""
+    if not _NAME.fullmatch(name):
+        raise ModelError(
+            f"{name!r} cannot name a model; allowed: letters, digits, and . _ - after the first of them, 100 in all"
+        )
 
 
 def model_folder(name: str) -> Path:
@@ -127,9 +151,8 @@ def publish(folder: Path, name: str, manifest: Manifest) -> None:
     """
     for path in folder.iterdir():
         flush(path)
-    path = folder / MANIFEST_NAME
-    path.write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
-    flush(path)
+    write_manifest(folder, manifest)
+    flush(folder / MANIFEST_NAME)
     flush(folder)
     target = model_folder(name)
     if target.exists():
@@ -138,6 +161,27 @@ def publish(folder: Path, name: str, manifest: Manifest) -> None:
         shutil.rmtree(folder.parent / "replaced")
     os.rename(folder, target)
     flush(target.parent)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """The last file of a folder: with it, it is a model."""
+    (folder / MANIFEST_NAME).write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
+
+
+def remove(name: str, on_wait: Callable[[], None]) -> None:
+    """Remove a model's folder, whole or damaged. Who has it open keeps what is mapped of it.
+
+    Args:
+        on_wait: called repeatedly while another process builds it.
+    Raises:
+        ModelError: there is none of that name, or it cannot be removed.
+    """
+    if name not in stored_names():
+        stored = f"; there are: {', '.join(stored_names())}" if stored_names() else ""
+        raise ModelError(f"there is no stored model {name[:100]!r}{stored}")
+    with building(name, on_wait) as folder:
+        # Out of its place in one step: whoever resolves the name finds all of it, or nothing.
+        os.rename(model_folder(name), folder / "removed")
 
 
 def _acquire(descriptor: int, on_wait: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from backend.quantization.base import PackedWeight
 from backend.quantization.formats import awq_gemm, compressed_tensors, gptq_v1
 from backend.quantization.formats.compressed_tensors import join_rows
 from backend.quantization.formats.grids import ReadTensor
-from backend.quantization.formats.scheme import Format, StoredQuantization, StoredScheme
+from backend.quantization.formats.scheme import HEAD, Format, StoredQuantization, StoredScheme
 
 _SUFFIXES = (
     *("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),  # compressed-tensors'
@@ -34,7 +34,8 @@ _DECODERS: dict[Format, Callable[[str, ReadTensor, StoredScheme, tuple[int, int]
 class StoredLayers:
     """For one load, in the place of a `LayerQuantizer`.
 
-    `skipped` names modules that are stored as they are; `stored` the weights' tensors of the others, which this reads itself;
+    `has_head` says whether the output head is among the layers; `skipped` names modules that are stored as they are; `stored` the
+    weights' tensors of the others, which this reads itself;
     `zero_biases`, once the layers are read, those that the checkpoint has and the model does without.
     """
 
@@ -44,6 +45,8 @@ class StoredLayers:
         self, config: DecoderConfig, stored: StoredQuantization, checkpoint: Checkpoint, dtype: torch.dtype
     ) -> None:
         """Raise `ModelError` where projections of one input are stored in different ways.
+
+        A head that is stored quantized is one of the layers; otherwise it is none of them.
 
         Args:
             dtype: of the layers that stay as they are, and of biases.
@@ -64,6 +67,10 @@ class StoredLayers:
                     MergedLinear(merged.in_features, names),
                     next(iter(schemes.values())),
                 )
+        head = stored.scheme_of(HEAD)
+        self.has_head = head is not None
+        if head is not None:
+            self._linears["head"] = (MergedLinear(config.hidden_size, {HEAD: config.vocab_size}), head)
         self.skipped = tuple(path for path, (_, scheme) in self._linears.items() if scheme is None)
         self.stored = {
             f"{name}.{suffix}"
@@ -72,8 +79,7 @@ class StoredLayers:
             for name in merged.projections
             for suffix in _SUFFIXES
         }
-        kinds = sorted({str(scheme) for _, scheme in self._linears.values() if scheme is not None})
-        self.description = " and ".join(kinds)
+        self.description = str(stored)
         self.notices: tuple[str, ...] = ()
         self.zero_biases: set[str] = set()
 

@@ -23,15 +23,15 @@ from torch.nn import functional as F
 from backend.config import QuantizationSettings
 from backend.errors import ConfigError, ModelError
 from backend.models.checkpoint import Checkpoint
-from backend.models.layer_quantizer import LayerQuantizer
+from backend.models.layer_quantizer import LayerQuantizer, head_copy_notice, quantize_head_weight
 from backend.models.model_config import DecoderConfig, load_decoder_config
 from backend.models.sources import ModelSource
 from backend.models.store import read_manifest
-from backend.models.weight_slots import EMBEDDING, REDUNDANT_SUFFIX, layer_linears
+from backend.models.weight_slots import EMBEDDING, HEAD, REDUNDANT_SUFFIX, layer_linears
 from backend.quantization.awq import AWQ
 from backend.quantization.base import PackedWeight
 from backend.quantization.calibration import InputStats, LayerRunner
-from backend.quantization.formats.compressed_tensors import scheme_of
+from backend.quantization.formats.compressed_tensors import encode, scheme_of
 from backend.quantization.formats.scheme import StoredScheme, all_layers_but
 from backend.quantization.gptq import quantize_gptq
 from backend.quantization.methods import make_method
@@ -61,7 +61,14 @@ class Quantized:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationResult:
-    """`resumed_layers` were there from an earlier run; `notices` are for the user."""
+    """What was written.
+
+    Attributes:
+        skipped: linear modules that are stored as they are, the output head aside.
+        resumed_layers: that were there from an earlier run.
+        notices: for the user.
+        head: how the output head is stored; None: as it is.
+    """
 
     output: Path
     scheme: StoredScheme
@@ -69,6 +76,7 @@ class QuantizationResult:
     skipped: tuple[str, ...]
     resumed_layers: int
     notices: tuple[str, ...]
+    head: StoredScheme | None
 
 
 def grid_settings(
@@ -77,9 +85,12 @@ def grid_settings(
     bits: int | None = None,
     group_size: int | None = None,
     zero_point: str | None = None,
+    granularity: str | None = None,
+    head: str | None = None,
     skip: Sequence[str] = (),
 ) -> QuantizationSettings:
     """The settings of weights rounded to nearest on the grids of `method`. Raises `ConfigError` for what does not go together."""
+    everywhere = {"granularity": granularity, "head": head, "skip": tuple(skip)}
     on_grid = method in (*_CALIBRATED, "int4")
     given = {"bits": bits, "group_size": group_size, "zero_point": zero_point}
     if unfitting := [name for name, value in given.items() if value is not None and not on_grid]:
@@ -89,9 +100,9 @@ def grid_settings(
     if on_grid:
         # Unlike a model quantized as it is loaded, one that is saved can have no floating minimums.
         return QuantizationSettings.from_dict(
-            given | {"method": "int4", "zero_point": zero_point or "integer", "skip": tuple(skip)}
+            given | everywhere | {"method": "int4", "zero_point": zero_point or "integer"}
         )
-    return QuantizationSettings.from_dict({"method": method, "skip": tuple(skip)})
+    return QuantizationSettings.from_dict(everywhere | {"method": method})
 
 
 def quantize_model(
@@ -124,6 +135,8 @@ def quantize_model(
         raise ConfigError(f"{source.name} is quantized already; name the model that it was made of")
     chosen = LayerQuantizer(config, settings, torch.float32)
     scheme = scheme_of(chosen.settings)
+    head_scheme = scheme_of(QuantizationSettings(method=settings.head)) if settings.head else None
+    notices = chosen.notices
     runner = LayerRunner(config, windows.shape[1], device)
     try:
         work.open(_key(source, method, chosen.settings, windows, device))
@@ -131,12 +144,15 @@ def quantize_model(
         with Checkpoint(source.path) as checkpoint:
             if num_resumed < config.num_layers:
                 _Run(config, method, chosen, scheme, checkpoint, work, runner, device).all_layers(windows, on_progress)
-            others = [name for name in checkpoint.names if not name.startswith("model.layers.")]
-            work.publish(
-                source.path,
-                {name: checkpoint.tensor(name) for name in others if not name.endswith(REDUNDANT_SUFFIX)},
-                all_layers_but(scheme, _projections(config, chosen.skipped)).to_dict(),
-            )
+            others = {
+                name: checkpoint.tensor(name)
+                for name in checkpoint.names
+                if not name.startswith("model.layers.") and not name.endswith(REDUNDANT_SUFFIX)
+            }
+            if head_scheme is not None:
+                notices += _quantize_head(others, head_scheme)
+            stored = all_layers_but(scheme, _projections(config, chosen.skipped), head_scheme)
+            work.publish(source.path, others, stored)
     finally:
         work.close()
     return QuantizationResult(
@@ -145,19 +161,31 @@ def quantize_model(
         modules=tuple(Quantized(**module) for layer in work.finished for module in layer),
         skipped=chosen.skipped,
         resumed_layers=num_resumed,
-        notices=chosen.notices,
+        notices=notices,
+        head=head_scheme,
     )
+
+
+def _quantize_head(others: dict[str, Tensor], scheme: StoredScheme) -> tuple[str, ...]:
+    """Put a head in int8 among the tensors outside of layers, in the place of one in full; returns what is to be said of it."""
+    is_tied = HEAD not in others
+    name = EMBEDDING if is_tied else HEAD
+    weight = others[name]
+    packed = quantize_head_weight(name, weight)
+    others.pop(HEAD, None)
+    others |= {f"{HEAD.removesuffix('weight')}{suffix}": tensor for suffix, tensor in encode(packed, scheme).items()}
+    return (head_copy_notice(weight.dtype, packed),) if is_tied else ()
 
 
 def fingerprint(source: ModelSource) -> list[Any]:
     """Changes with what a model's files hold, as far as can be told without reading them. JSON-safe.
 
-    A model that was converted is known by what it was converted from: one that was pulled anew is the same.
+    A stored model is known by what it was made of: one that was pulled anew is the same.
     """
     assert source.path is not None
     if source.revision is not None:
         manifest = read_manifest(source.path)
-        return [manifest.gguf_sha256, manifest.format]
+        return [manifest.sha256, manifest.format]
     files = sorted(path for path in source.path.iterdir() if path.suffix in (".json", ".safetensors"))
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +16,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.errors import ConfigError, ModelError
-from backend.models.store import flush
+from backend.models.folder import Provenance, check_new_name, companions, describe
+from backend.models.store import flush, model_folder, read_manifest, write_manifest
+from backend.quantization.formats.scheme import HEAD, StoredQuantization
 
 _NOTE = "quantize.json"
 _CONFIG = "config.json"
-# What belongs to a model besides its config and weights. A model folder's own manifest does not: it lists other files.
-_COPIED = (
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-    "LICENSE*",
-    "NOTICE*",
-)
 
 
 class WorkFolder:
     """Beside the output's place, one run's at a time. Use `finished` to see how far an earlier run got."""
 
-    def __init__(self, output: Path, *, force: bool) -> None:
-        """Raise `ConfigError` for an output that exists, unless it is empty or `force` permits to replace a model there."""
+    def __init__(self, output: Path, *, force: bool, seal: Callable[[Path], None] | None = None) -> None:
+        """Raise `ConfigError` for an output that exists, unless it is empty or `force` permits to replace a model there.
+
+        Args:
+            seal: called with the folder once it is whole, before it gets the output's name; it may add a file.
+        """
         self.output = output.absolute()
         self.path = self.output.with_name(f".{self.output.name}.partial")
         self._force = force
+        self._seal = seal
         self._key = ""
         self._reports: list[Any] = []
         self._lock: int | None = None  # the folder's descriptor: the system lets go of it when this process dies
@@ -132,12 +127,12 @@ class WorkFolder:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path} is damaged ({error}); remove {self.path} to start afresh") from None
 
-    def publish(self, source: Path, others: Mapping[str, Tensor], quantization: dict[str, Any]) -> None:
+    def publish(self, source: Path, others: Mapping[str, Tensor], quantization: StoredQuantization) -> None:
         """Add what is not in a layer, config and tokenizer, and give the folder the output's name.
 
         Args:
             source: the model's folder.
-            quantization: `quantization_config` for config.json.
+            quantization: what config.json is to say of the layers; a head that it names is no embedding's any more.
         Raises:
             ConfigError: something else has got the output's name since.
             ModelError: the folder cannot be written.
@@ -145,16 +140,18 @@ class WorkFolder:
         self._save("others", others)
         with _disk_errors(self.path):
             self._name_parts(["others", *(f"layer-{index}" for index in range(len(self._reports)))])
-            for pattern in _COPIED:
-                for path in source.glob(pattern):
-                    if path.is_file():
-                        shutil.copyfile(path, self.path / path.name)
+            for path in companions(source):
+                shutil.copyfile(path, self.path / path.name)
             config = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
-            config["quantization_config"] = quantization
+            config["quantization_config"] = quantization.to_dict()
+            if quantization.scheme_of(HEAD) is not None:
+                config["tie_word_embeddings"] = False
             (self.path / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             self._check_output()  # while a later run can still go on behind the layers
             for left_over in (self.path / _NOTE, *self.path.glob("*.unfinished")):
                 left_over.unlink()
+            if self._seal is not None:
+                self._seal(self.path)
             for path in (*self.path.iterdir(), self.path):
                 flush(path)
             replaced = self.output.with_name(f".{self.output.name}.replaced")
@@ -191,6 +188,32 @@ class WorkFolder:
         unfinished.write_text(json.dumps({"key": self._key, "layers": self._reports}), encoding="utf-8")
         flush(unfinished)
         os.replace(unfinished, self.path / _NOTE)
+
+
+def named_work_folder(name: str, model: str, method: str) -> WorkFolder:
+    """That of a quantized model which is to be stored under a name, as one like any other.
+
+    Args:
+        model: what is quantized, by name or folder.
+    Raises:
+        ModelError: the name cannot be had.
+    """
+    check_new_name(name)
+
+    def seal(folder: Path) -> None:
+        write_manifest(folder, describe(folder, provenance(model, method)))
+
+    # What is there by now is no model: damaged, or left by something else.
+    return WorkFolder(model_folder(name), force=model_folder(name).exists(), seal=seal)
+
+
+def provenance(model: str, method: str) -> Provenance:
+    """What a stored model's manifest says of where it came from."""
+    try:
+        license = read_manifest(model_folder(model)).license
+    except ModelError:  # a folder of the user's own
+        license = None
+    return Provenance(description=f"{model} by {method}", license=license, origin=f"{model}, quantized by {method}")
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

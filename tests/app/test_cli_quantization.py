@@ -13,6 +13,8 @@ from app.services import Services
 from tests.app.command_line import Cli
 from tests.app.quantization_runs import add_quantization_run
 from tests.app.stored_runs import add_run
+from tests.experiments.quantizing import SHAPE
+from tests.helpers import make_tiny_llama
 
 
 @pytest.fixture
@@ -39,6 +41,25 @@ def test_one_document_and_a_run(cli: Cli, tmp_path: Path) -> None:
         results = services.repository.quantization_results(1)
     assert (run.status, run.label, run.model, run.config["text"]) == ("finished", "first", "dummy:tiny", str(text))
     assert [{name: value for name, value in row.items() if name != "run_id"} for row in results] == document["results"]
+
+
+def test_a_quantized_model_is_a_variant(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVELAB_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    make_tiny_llama(tmp_path / "model", **SHAPE)
+    made = ("quantize", "./model", "--method", "int4", "--head", "int8", "--windows", "1", "--window-length", "32")
+    assert cli(*made, "-o", "out")[0] == 0
+    assert cli(*made, "--name", "tiny-int4")[0] == 0
+    methods = ["--method", "./out", "--method", "tiny-int4"]
+    code, out, err = cli("quantization", "./model", *methods, "--max-tokens", "60", "--no-speed", "--json")
+    _, folder, stored = json.loads(out)["results"]
+    assert (code, folder["variant"], stored["variant"]) == (0, str(tmp_path / "out"), "tiny-int4")
+    assert folder["kl_mean"] == stored["kl_mean"] > 0
+    code, out, err = cli("quantization", "./model", *methods, "--max-tokens", "60", "--no-speed", "--no-store")
+    assert [line.split()[0] for line in out.splitlines()[-2:]] == ["out", "tiny-int4"]
+    code, out, err = cli("quantization", "./model", "--method", "./model")
+    assert (code, out) == (1, "")
+    assert f"{tmp_path / 'model'} is not quantized" in err
 
 
 def test_a_table_and_no_run(cli: Cli) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from app.cli import main
 from app.services import Services
 from backend.metrics.speculation_ledger import SPECULATION_KIND, read_rounds
+from db.models import ChunkRow
 from tests.app.pages import page, words
+from tests.app.speculation_runs import DRAFT_MS, VERIFY_MS, add_plain_run, add_speculation_run
 from tests.app.stored_runs import FakeServices
 from tests.app.test_cli_engine import run_json
 from tests.engine.scripted import ids_of, make_scripted
@@ -17,6 +24,14 @@ from tests.helpers import make_tiny_llama
 
 PLAIN = ["--set", "model.device=cpu"]
 NGRAM = [*PLAIN, "--set", "speculative.method=ngram", "--set", "speculative.adaptive=false"]
+
+
+def exported(capsys: pytest.CaptureFixture[str], file_format: str, *arguments: str) -> list[dict[str, Any]]:
+    """What `export` writes, read back."""
+    capsys.readouterr()
+    assert main(["export", *arguments, "--format", file_format, "-o", "-"]) == 0
+    text = capsys.readouterr().out
+    return json.loads(text) if file_format == "json" else list(csv.DictReader(io.StringIO(text)))
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +84,61 @@ def test_a_run_stores_its_rounds_and_what_they_come_to(
     assert document["summary"]["mean_acceptance_length"] == pytest.approx(1 + accepted / rounds_in_all)
 
 
+def test_rounds_are_exported_as_the_ledger_has_them(capsys: pytest.CaptureFixture[str], services: FakeServices) -> None:
+    """Against rounds of which each is known: a row each, in CSV and in JSON, of several runs, and none where none speculated."""
+    first, made = add_speculation_run(services)
+    plain, _ = add_plain_run(services)
+    second, _ = add_speculation_run(services, seed=4)
+    rows = exported(capsys, "json", str(first), str(plain), "--table", "rounds")
+    assert len(rows) == len(made.warmup) + len(made.rounds) > 20
+    outcomes = set()
+    for row, each in zip(rows, [*made.warmup, *made.rounds], strict=True):
+        rejected = each.draft_token_ids[each.num_accepted :][:1]
+        outcomes.add((bool(rejected), row["origin"]))
+        assert row == {
+            "run_id": first,
+            "step": each.step,
+            "request_id": each.request_id,
+            "warmup": each in made.warmup,
+            "position": each.position,
+            "draft_token_ids": list(each.draft_token_ids),
+            "draft_probs": list(each.draft_probs),
+            "target_probs": list(each.target_probs),
+            "accept_probs": list(each.accept_probs),
+            "num_accepted": each.num_accepted,
+            "rejected_token_id": rejected[0] if rejected else None,
+            "token_id": each.token_id,
+            "origin": "recovered" if rejected else "bonus",
+            "num_emitted": each.num_emitted,
+            "num_nodes": None,
+            "draft_ms": DRAFT_MS,
+            "verify_ms": VERIFY_MS,
+        }
+    assert outcomes == {(True, "recovered"), (False, "bonus")}
+    cells = exported(capsys, "csv", str(second), str(first), "--table", "rounds")
+    assert list(cells[0]) == [*rows[0], "synthetic"]
+    own = [row for row in cells if row["run_id"] == str(first)]
+    assert cells[-len(own) :] == own, "in the order asked for"
+    for row, known in zip(own, rows, strict=True):
+        assert row.pop("synthetic") == "false"
+        texts = {name: row.pop(name) for name in ("request_id", "origin")}
+        assert texts == {name: known[name] for name in texts}
+        assert {name: json.loads(cell or "null") for name, cell in row.items()} == {
+            name: value for name, value in known.items() if name not in texts
+        }
+    assert exported(capsys, "json", str(plain), "--table", "rounds") == []
+    assert main(["export", str(plain), "--table", "rounds", "--format", "csv", "-o", "-"]) == 0
+    assert capsys.readouterr().out.strip().split(",") == list(cells[0])
+
+
+def test_a_damaged_ledger_is_named_with_its_run(capsys: pytest.CaptureFixture[str], services: FakeServices) -> None:
+    run_id, _ = add_speculation_run(services)
+    with services.database.write() as session:
+        session.execute(update(ChunkRow).values(data=b"no ledger"))
+    assert main(["export", str(run_id), "--table", "rounds", "--format", "csv", "-o", "-"]) == 1
+    assert f"run #{run_id}: the speculation ledger is damaged" in capsys.readouterr().err
+
+
 def test_a_proposer_that_does_not_exist_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "a", "--model", "dummy:tiny", "--set", "speculative.method=crystal_ball"]) == 1
     assert "speculative.method = 'crystal_ball' is not supported" in capsys.readouterr().err
@@ -87,14 +157,18 @@ def test_synthetic_drafts_are_labelled_wherever_a_run_is_shown(
     documents = [run_json(capsys, *command) for _ in range(2)]
     assert [document["synthetic"] for document in documents] == [True, True]
     first, second = (str(document["run_id"]) for document in documents)
-    for arguments in (
-        ["runs", "show", first],
-        ["compare", first, second],
-        ["export", first, "--format", "json", "-o", "-"],
-    ):
+    for arguments in (["runs", "show", first], ["compare", first, second]):
         assert main(arguments) == 0
         captured = capsys.readouterr()
         assert "synthetic" in captured.out + captured.err, arguments
+    plain = str(run_json(capsys, "run", *PLAIN, *command[-6:])["run_id"])
+    assert run_json(capsys, "compare", plain, second)["synthetic"] == [int(second)]
+    marks = [run.get("synthetic") for run in exported(capsys, "json", first, plain)]
+    assert marks == [True, None]
+    for table in ("requests", "steps", "rounds", "runs"):
+        rows = exported(capsys, "csv", first, plain, "--table", table)
+        marks = {(row["run_id"], row["synthetic"]) for row in rows}
+        assert marks == ({(first, "true"), (plain, "false")} if table != "rounds" else {(first, "true")}), table
     assert "synthetic]" in words(page("detail", run=first)), "the badge beside the status"
     assert "synthetic drafts" in words(page("compare", runs=f"{first},{second}"))
     assert "synthetic drafts" in page("history").dataframe[0].value.to_string()

@@ -316,6 +316,19 @@ def test_tokens_keep_their_origins_and_the_export_has_them(chat: Conversation, h
     assert turn["answer"]["text"] == "The sky is <b>bold</b> blue"
 
 
+def test_the_export_marks_what_synthetic_drafts_made(chat: Conversation, host: DictatedHost):
+    """The answers of such an engine, and the conversation that has one."""
+    answer(chat, host, "why", 0, 1)
+    assert "synthetic" not in playground_export.document(chat.chat_id, chat.turns)
+    settings = {"model.name": "dummy:tiny", "speculative.method": "synthetic", "speculative.synthetic_acceptance": 0.5}
+    host.load(EngineConfig().with_overrides(settings), lambda phase: None)
+    answer(chat, host, "and now", 2, 3)
+    document = json.loads(playground_export.text(chat.chat_id, chat.turns))
+    assert document["synthetic"] is True
+    assert [turn.get("synthetic") for turn in document["turns"]] == [None, True]
+    assert [turn["model"] for turn in document["turns"]] == [EngineConfig().model.name, "dummy:tiny"]
+
+
 def test_without_speculation_there_are_no_colours_and_the_text_is_as_it_is(chat: Conversation, host: DictatedHost):
     answer(chat, host, "why", 0, 5, 6)
     tokens = chat.turns[0].answer.view().tokens

@@ -4,7 +4,28 @@ from __future__ import annotations
 
 from tests.app.pages import page, tick
 from tests.app.quantization_runs import add_quantization_run
+from tests.app.speculation_runs import add_plain_run, add_speculation_run
 from tests.app.stored_runs import FakeServices, add_run
+
+
+def test_rounds_are_offered_where_a_run_speculated_and_first_on_their_page(services: FakeServices) -> None:
+    run_id, _ = add_speculation_run(services)
+    plain, _ = add_plain_run(services)
+    app = page("speculation", run=str(run_id))
+    contents = app.radio(key="export-table")
+    assert [option.partition(",")[0] for option in contents.options] == [
+        "rounds of drafts",
+        "requests",
+        "engine steps",
+        "runs",
+    ]
+    assert contents.value == "rounds"
+    assert app.get("download_button")
+    app = page("detail", run=str(run_id))
+    assert app.radio(key="export-table").value == "requests"
+    assert "rounds of drafts, a row each" in app.radio(key="export-table").options
+    app = page("detail", run=str(plain))
+    assert "rounds of drafts, a row each" not in app.radio(key="export-table").options
 
 
 def test_what_is_exported_is_what_runs_of_their_kind_have(services: FakeServices) -> None:

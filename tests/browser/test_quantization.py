@@ -43,7 +43,21 @@ def test_tabs_are_addresses_and_the_config_reaches_the_run_form(filled: Dashboar
     expect(page.get_by_role("heading", name="Run", exact=True)).to_be_visible()
 
 
-def test_it_fits(filled: Dashboard, chromium: Browser) -> None:
+@pytest.mark.parametrize("view", ["", "&view=Take+it+away"])
+def test_it_fits(filled: Dashboard, chromium: Browser, view: str) -> None:
     with open_page(chromium) as page:
-        visit(page, f"{filled.url}/quantization?run={QUANTIZED}")
+        visit(page, f"{filled.url}/quantization?run={QUANTIZED}{view}")
         check_fits(page, (1440, "light"), (420, "dark"))
+
+
+def test_a_name_that_cannot_be_had_is_refused_beside_the_button(filled: Dashboard, page: Page) -> None:
+    """And starts nothing: what it starts is seen without a browser."""
+    visit(page, f"{filled.url}/quantization?run={QUANTIZED}&view=Take+it+away")
+    name = page.get_by_role("textbox", name="Name")
+    expect(name).not_to_have_value("")
+    with asking(page):
+        name.fill("a b")
+        name.press("Enter")
+    with asking(page):
+        page.get_by_role("button", name="Save as a model").click()
+    expect(page.get_by_test_id("stAlert").filter(has_text="cannot name a model")).to_be_visible()

@@ -74,7 +74,7 @@ def test_csv_of_requests_reads_back(repository: RunRepository, run_id: int) -> N
     frame = read_csv(data, dtype={"prompt": str, "text": str})
     rows = repository.requests(run_id)
     assert len(frame) == len(rows) == len(FOREIGN_TEXTS)
-    assert list(frame.columns) == list(rows[0]), "the columns of the table, run_id first"
+    assert list(frame.columns) == [*rows[0], "synthetic"], "the columns of the table, run_id first"
     assert frame.columns[0] == "run_id"
     assert [recovered(cell) for cell in frame["prompt"]] == FOREIGN_TEXTS
     assert not [cell for cell in (*frame["prompt"], *frame["text"]) if re.match(r"[=+\-@\t\r\n＝＋－＠]", cell)]
@@ -84,7 +84,7 @@ def test_csv_of_requests_reads_back(repository: RunRepository, run_id: int) -> N
         assert [float(cell[name]) for cell in cells] == [row[name] for row in rows], name
     assert frame["arrival_time"].tolist() == [-0.5] * len(rows), "a negative number stays a number"
     assert {cell["tpot_ms"] for cell in cells} == {""}, "what does not exist is an empty cell"
-    assert frame["warmup"].tolist() == [False] * len(rows)
+    assert frame["warmup"].tolist() == frame["synthetic"].tolist() == [False] * len(rows)
     assert [json.loads(cell) for cell in frame["token_ids"]] == [[5, 6, 7, 8]] * len(rows)
 
 
@@ -108,7 +108,9 @@ def test_csv_of_steps_reads_back(repository: RunRepository, run_id: int) -> None
     assert all(pd.api.types.is_numeric_dtype(frame[name]) for name in frame.columns)
     assert b",1e-07," in data
     cells = csv.DictReader(io.StringIO(data.decode(), newline=""))
-    assert [{name: float(cell) for name, cell in row.items()} for row in cells] == repository.steps(run_id)
+    rows = list(cells)
+    assert {row.pop("synthetic") for row in rows} == {"false"}
+    assert [{name: float(cell) for name, cell in row.items()} for row in rows] == repository.steps(run_id)
     only_header = export_runs(repository, [other], "csv", "steps").decode()
     assert only_header.strip().split(",") == list(frame.columns)
 
@@ -157,6 +159,28 @@ def test_json_of_one_table(repository: RunRepository, run_id: int) -> None:
     assert json.loads(export_runs(repository, [run_id], "json", "steps")) == repository.steps(run_id)
     (flat,) = json.loads(export_runs(repository, [run_id], "json", "runs"))
     assert (flat["run_id"], flat["config.cache.block_size"], flat["summary.ttft_ms.p50"]) == (run_id, 16, 10.0)
+
+
+def test_synthetic_runs_are_marked_and_others_are_not(repository: RunRepository, run_id: int) -> None:
+    """In CSV by a column, in JSON by a key that other runs do not have."""
+    other = repository.create(CONFIG, WORKLOAD)
+    rows = {
+        RequestRow: [request_row(other, make_request(0), 100.0)],
+        StepRow: [step_row(other, make_step(0), 100.0)],
+    }
+    repository.record(other, {"status": "finished"}, rows)
+    for table in ("requests", "steps", "runs"):
+        data = export_runs(repository, [run_id, other], "csv", table, synthetic={other})
+        cells = list(csv.DictReader(io.StringIO(data.decode(), newline="")))
+        marks = {(int(row["run_id"]), row["synthetic"]) for row in cells}
+        assert marks == {(run_id, "false"), (other, "true")}, table
+        document = json.loads(export_runs(repository, [run_id, other], "json", table, synthetic={other}))
+        marks = {(row["run_id"], row.get("synthetic")) for row in document}
+        assert marks == {(run_id, None), (other, True)}, table
+        assert not any("synthetic" in row for row in document if row["run_id"] == run_id)
+    whole = json.loads(export_runs(repository, [run_id, other], "json", synthetic={other}))
+    assert "synthetic" not in whole[0]
+    assert whole[1]["synthetic"] is True
 
 
 def test_lone_surrogates_do_not_stop_an_export(repository: RunRepository) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,44 +19,12 @@ from backend.experiments import quantization_checkpoints, quantization_lab
 from backend.experiments.layer_error import measure_layer_errors, scan_sensitivity
 from backend.experiments.quality import load_pair, measure_quality
 from backend.experiments.quantization_config import QuantizationLabConfig
-from backend.experiments.quantization_lab import DEFAULT_TEXT, LAYER_TOKENS, check_lab, run_lab
-from backend.metrics.stats import Phase, RunEnd, RunStart
+from backend.experiments.quantization_lab import DEFAULT_TEXT, LAYER_TOKENS, check_lab
 from backend.models.sources import resolve_source
 from backend.quantization.single_layer import SingleLayer
 from backend.tokenizer import load_tokenizer
+from tests.experiments.quantizing import SHAPE, TOKENS, Sink, run
 from tests.helpers import make_tiny_llama
-
-TOKENS = 300
-# Of layers with 64 and 160 inputs.
-SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 64, "intermediate_size": 160}
-
-
-class Sink:
-    """Keeps what a lab says."""
-
-    def __init__(self, on_phase: Callable[[Phase], None] = lambda phase: None) -> None:
-        self.phases: list[Phase] = []
-        self.start: RunStart | None = None
-        self._then = on_phase
-
-    def on_phase(self, phase: Phase) -> None:
-        self.phases.append(phase)
-        self._then(phase)
-
-    def on_run_start(self, start: RunStart) -> None:
-        self.start = start
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *record: None
-
-
-def run(variants: Sequence[str], sink: Sink | None = None, **settings: Any) -> tuple[RunEnd, list[dict[str, Any]]]:
-    values = {"model": "dummy:tiny", "variants": list(variants), "max_tokens": TOKENS, "speed": False} | settings
-    results: list[dict[str, Any]] = []
-    cancel = settings.pop("cancel", threading.Event())
-    values.pop("cancel", None)
-    end = run_lab(QuantizationLabConfig.from_dict(values), sink or Sink(), results.append, cancel)  # type: ignore[arg-type]
-    return end, results
 
 
 def ids() -> list[int]:
@@ -228,7 +195,7 @@ import json, os, signal, sys, threading
 from backend.experiments import quantization_checkpoints
 from backend.experiments.quantization_config import QuantizationLabConfig
 from backend.experiments.quantization_lab import run_lab
-from tests.experiments.test_quantization_lab import Sink
+from tests.experiments.quantizing import Sink
 
 def die(phase):
     if phase.name.startswith("awq") and "choosing codes 67%" in phase.name:  # two of three layers are written

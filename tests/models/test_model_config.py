@@ -208,6 +208,12 @@ def test_reads_how_layers_are_stored(tmp_path: Path) -> None:
     assert stored.scheme_of("lm_head") is None
 
 
+def test_a_head_that_is_not_left_out_is_stored_as_the_layers_are(tmp_path: Path) -> None:
+    stored = load_decoder_config(write_config(tmp_path, quantization_config=quantized(ignore=[]))).stored_quantization
+    assert stored is not None
+    assert stored.scheme_of("lm_head") == stored.scheme_of("model.layers.0.mlp.down_proj") is not None
+
+
 _FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
 
 
@@ -219,7 +225,6 @@ _FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": Non
         (quantized(kv_cache_scheme={"num_bits": 8}), ["kv_cache_scheme is set"]),
         (quantized(sparsity_config={"format": "dense"}), ["sparsity_config is set"]),
         (quantized(transform_config={"config_groups": {"u": {}}}), ["transform_config is set"]),
-        (quantized(ignore=[]), ["quantized output head", "lm_head"]),
         (quantized(ignore=["re:("]), ["ignore", "'re:('", "regular expression"]),
         (quantized(config_groups=...), ["config_groups"]),
         (quantized(config_groups={"W4A16": ["Linear"]}), ["W4A16 ['Linear'] is not an object"]),

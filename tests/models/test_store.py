@@ -53,7 +53,7 @@ def test_a_damaged_added_model_says_how_to_build_it_again(shelf: Shelf) -> None:
     folder = sources.add_gguf(shelf.gguf.parent / "other.gguf").path
     assert folder is not None
     cut_weights(folder)
-    with pytest.raises(ModelError, match=r"model\.safetensors has .* models add PATH\.gguf --name other"):
+    with pytest.raises(ModelError, match=r"model\.safetensors has .* models add PATH --name other"):
         sources.ensure_model("other", quiet)
     sources.add_gguf(shelf.gguf.parent / "other.gguf")
     assert sources.resolve_source("other").path == folder

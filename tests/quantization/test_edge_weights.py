@@ -17,7 +17,9 @@ from backend.models.loader import LoadedModel, load_model
 from backend.models.sources import ModelSource
 from backend.quantization.base import PackedWeight, QuantMethod
 from backend.quantization.group_size import CHANNEL
+from backend.quantization.llm_int8 import LLMInt8Weight
 from backend.quantization.methods import make_method, resolve_settings
+from backend.quantization.w8a8_int8 import W8A8Weight
 from kernels.reference.nf4_linear import NF4_LEVELS
 from tests.helpers import make_tiny_llama
 
@@ -86,13 +88,14 @@ def test_a_layer_of_1376_by_96(settings: dict[str, object], shape: tuple[int, in
 
 
 def assert_product_is_the_dequantized_weights(packed: PackedWeight) -> None:
-    """On inputs that lie on the grids of activations too: one at a time, and all."""
+    """On inputs whose place on the grids of activations is known: one at a time, and all."""
     in_features = packed.shape[1]
     x = torch.zeros(in_features + 1, in_features)
     x[:in_features] = torch.eye(in_features)
     x[-1] = 1.0
-    expected = x.double() @ packed.dequantize().double().t()
-    # A one is code 127, which times its scale is one again but for float32's rounding.
+    # A one is a code but in int8, where 127.5 steps reach it and the largest code is 127; scales are rounded to float32.
+    rounded = x.double() * (127 / 127.5 if isinstance(packed, W8A8Weight | LLMInt8Weight) else 1.0)
+    expected = rounded @ packed.dequantize().double().t()
     torch.testing.assert_close(packed.linear(x).double(), expected, rtol=1e-5, atol=1e-5)
     assert expected.abs().max() > 0
 

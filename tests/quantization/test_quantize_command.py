@@ -55,6 +55,17 @@ def test_the_folder_is_a_model_like_any_other(
     assert main(["models", "info", str(tmp_path / "out")]) == 0
 
 
+@pytest.mark.parametrize(("zero_point", "is_said"), [("integer", True), ("none", False)])
+def test_how_transformers_loads_zero_points_is_said_last(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], zero_point: str, is_said: bool
+) -> None:
+    """What is said holds: test_compressed_tensors_library.py loads either kind so."""
+    assert run(model, tmp_path / "out", "--method", "int4", "--zero-point", zero_point) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert ("quantization_config=CompressedTensorsConfig(dequantize=True)" in last) == is_said
+    assert ("--zero-point none" in last) == is_said
+
+
 def test_the_document_says_what_the_files_hold(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--method", "gptq", "--bits", "3", "--group-size", "32", "--skip", "*.o_proj", "--json")
     assert run(model, tmp_path / "out", *options) == 0

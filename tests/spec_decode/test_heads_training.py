@@ -1,27 +1,30 @@
-"""Training: it helps, it stops and goes on bit for bit, and a command makes a head from nothing."""
+"""Training: it helps, and it stops, or is killed, and goes on bit for bit."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from app.cli import main
 from backend.errors import ConfigError, ModelError
+from backend.metrics.environment import environment
 from backend.models.sources import resolve_source
 from backend.spec_decode.heads import train_head
+from backend.spec_decode.heads import training as training_module
 from backend.spec_decode.heads.head_config import read_head_config
 from backend.spec_decode.heads.medusa import MedusaHeads
-from backend.spec_decode.heads.train_head import HeadPlan, HeadTraining
+from backend.spec_decode.heads.train_head import HeadPlan, HeadResult, HeadTraining
 from backend.spec_decode.heads.training import HeadTrainer, Progress, TrainingSettings, new_head
 from backend.spec_decode.heads.unroll import DraftHead
-from tests.helpers import make_tiny_llama
 from tests.spec_decode.tiny_heads import CPU, FEATURE_LAYERS, greedy_conversations, make_target, random_eagle
 
 VOCAB_SIZE = 24
@@ -80,12 +83,16 @@ def test_a_resumed_training_is_an_uninterrupted_one(tmp_path: Path) -> None:
         assert torch.equal(tensor, state[0][name]), name
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A target, and conversations of it that take no time to write."""
-    monkeypatch.setattr(train_head, "MAX_LENGTH", 96)
-    monkeypatch.setitem(train_head._CONVERSATIONS_AT_ONCE, "cpu", 4)
-    return make_tiny_llama(tmp_path / "target")
+def test_training_is_saved_as_often_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock on which a step takes 10 s: after each step by whose end the interval has gone by since the last save."""
+    target = make_target(tmp_path, VOCAB_SIZE)
+    conversations = greedy_conversations(tmp_path, VOCAB_SIZE, 8)
+    settings = TrainingSettings(num_steps=8, num_unrolled=2, batch_tokens=128, learning_rate=1e-3, seed=0)
+    trainer = HeadTrainer(new_head(random_eagle(target), target, 1), target, FEATURE_LAYERS, VOCABULARY, settings)
+    monkeypatch.setattr(training_module, "time", SimpleNamespace(perf_counter=lambda: 1000 + 10.0 * trainer.step))
+    saved: list[int] = []
+    assert trainer.train(conversations, save=lambda: saved.append(trainer.step), save_interval_s=25.0)
+    assert saved == [3, 6]
 
 
 def plan(**changes: Any) -> HeadPlan:
@@ -135,7 +142,11 @@ def test_slices_make_the_head_of_a_whole_run(small: Path, tmp_path: Path) -> Non
     finished, _ = run(small, output)
     assert finished.step == whole.step == 4
     assert (output / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
-    assert (output / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
+    configs = [read_head_config(folder) for folder in (output, tmp_path / "whole")]
+    records = [dict(config.training) for config in configs]
+    assert all(record.pop("training_seconds") > 0 for record in records), "no clock is the same twice"
+    assert records[0] == records[1]
+    assert replace(configs[0], training={}) == replace(configs[1], training={})
     assert not (output / "training").exists()
     with pytest.raises(ConfigError, match="finished"):
         run(small, output)
@@ -155,6 +166,79 @@ def test_slices_too_short_for_anything_come_to_an_end(small: Path, tmp_path: Pat
     assert (output / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
 
+class Killed(BaseException):
+    """Nobody catches it, so that nothing is done behind it."""
+
+
+@pytest.mark.parametrize("files_in_place", [0, 1])
+def test_a_killed_training_goes_on_from_its_last_save(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files_in_place: int
+) -> None:
+    """Killed in its third step, of which it had saved two, and in the middle of a save: the head is that of a whole run."""
+    monkeypatch.setattr(train_head, "_SAVE_INTERVAL_S", 0.0)
+    run(small, tmp_path / "whole")
+    output, steps = tmp_path / "killed", []
+
+    def train(kill_before: int | None = None) -> HeadResult:
+        def should_stop() -> bool:  # once before each step
+            if kill_before is not None and steps and steps[-1] == kill_before - 1:
+                raise Killed
+            return False
+
+        training = HeadTraining(resolve_source(str(small)), plan(), output)
+        return training.run(lambda *_: None, lambda at: steps.append(at.step), should_stop)
+
+    def replace_and_be_killed(source: Path, destination: Path) -> None:
+        replaced.append(destination)
+        if len(replaced) > files_in_place:
+            raise Killed
+        replace_file(source, destination)
+
+    with pytest.raises(Killed):
+        train(kill_before=3)
+    assert steps == [1, 2]
+    assert not (output / "config.json").exists(), "what is saved on the way is no head yet"
+    replaced, replace_file = list[Path](), os.replace
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace_and_be_killed)
+        with pytest.raises(Killed):
+            train()
+    assert len(replaced) == files_in_place + 1
+    assert steps == [1, 2, 3], "it went on behind the second step"
+    assert train().step == 4
+    assert steps == [1, 2, 3, 3, 4], "the third step, whose save was not whole, is learnt again"
+    assert (output / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert not (output / "training").exists()
+
+
+def test_the_time_of_training_is_that_of_all_slices(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that goes on by 10 s with each step of training, and by 1,000 s between slices."""
+    now = [0.0]
+
+    def train(num_steps: int | None) -> HeadResult:
+        def should_stop() -> bool:
+            now[0] += 10.0
+            return num_steps is not None and now[0] > end
+
+        now[0] += 1000.0
+        end = now[0] + 10.0 * (num_steps or 0)
+        return HeadTraining(resolve_source(str(small)), plan(), tmp_path / "head").run(
+            lambda *_: None, lambda at: None, should_stop
+        )
+
+    run(small, tmp_path / "head", after(2))  # the conversations and no step
+    monkeypatch.setattr(train_head, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    first, last = train(3), train(None)
+    assert first.config is not None
+    assert last.config is not None
+    assert (first.step, last.step) == (3, 4)
+    assert first.config.training["training_seconds"] == 40.0, "three steps, and the look at which it stopped"
+    assert last.config.training["training_seconds"] == 50.0
+    assert last.config.training["device"] == environment()["cpu"]
+
+
 def test_an_untrained_head_is_told_from_one_that_is_ready(small: Path, tmp_path: Path) -> None:
     output = tmp_path / "head"
     run(small, output, after(4))
@@ -164,26 +248,3 @@ def test_an_untrained_head_is_told_from_one_that_is_ready(small: Path, tmp_path:
     (output / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="a head that is not trained yet; go on with: servelab heads train -o"):
         read_head_config(output)
-
-
-def test_the_command_makes_a_head(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("What is it?")
-    arguments = ["heads", "train", "--kind", "medusa", "--model", str(small), "-o", str(tmp_path / "head")]
-    sizes = ["--tokens", "300", "--steps", "2", "--batch-tokens", "128", "--draft-vocab", "64", "--seed", "3"]
-    assert main([*arguments, *sizes]) == 1
-    assert "nothing to train on" in capsys.readouterr().err
-    assert main([*arguments, *sizes, "--prompts", str(prompts), "--self-generated", "--json"]) == 0
-    captured = capsys.readouterr()
-    document = json.loads(captured.out)
-    assert (document["finished"], document["steps"], document["draft_vocab_size"]) == (True, 2, 64)
-    assert 0 < document["held_out"]["coverage"] < 1
-    config = read_head_config(tmp_path / "head")
-    assert (config.kind, config.num_speculative_tokens, config.draft_vocab_size) == ("medusa", 4, 64)
-    assert config.training["held_out"] == document["held_out"]
-    assert config.training["command"].endswith(
-        f"--self-generated --prompts {prompts} --tokens 300 --steps 2 --batch-tokens 128 --learning-rate 0.001 "
-        "--draft-vocab 64 --seed 3"
-    )
-    assert "step 2 of 2" in captured.err
-    assert captured.err.splitlines()[-1] == f"{tmp_path / 'head'} is ready"

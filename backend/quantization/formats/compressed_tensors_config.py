@@ -9,7 +9,6 @@ import re
 
 from backend.models.json_fields import JsonFields, shown
 from backend.quantization.formats.scheme import (
-    HEAD,
     REGEX,
     ActivationScaleOf,
     Format,
@@ -37,13 +36,10 @@ def read_compressed_tensors(config: JsonFields) -> StoredQuantization:
     groups = config.table("config_groups")
     if groups is None or not 1 <= len(groups.data) <= _MOST_GROUPS:
         raise config.error(f"config_groups does not name 1 to {_MOST_GROUPS} groups of layers")
-    stored = StoredQuantization(
+    return StoredQuantization(
         tuple(_read_group(groups, name, config.text("format", "unnamed")) for name in groups.data),
         _patterns(config, "ignore") if config.get("ignore") is not None else (),
     )
-    if stored.scheme_of(HEAD) is not None:
-        raise config.error(f"a quantized output head is not supported: config_groups names {HEAD}, and ignore does not")
-    return stored
 
 
 def _read_group(groups: JsonFields, name: str, default_format: str) -> tuple[tuple[str, ...], StoredScheme]:

@@ -81,6 +81,11 @@ class StoredQuantization:
     groups: tuple[tuple[tuple[str, ...], StoredScheme], ...]
     ignore: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        heads = [scheme for targets, scheme in self.groups if targets == (HEAD,)]
+        layers = dict.fromkeys(str(scheme) for targets, scheme in self.groups if targets != (HEAD,))
+        return " and ".join(layers) + "".join(f"; output head {scheme}" for scheme in heads)
+
     def scheme_of(self, name: str) -> StoredScheme | None:
         """How a linear layer is stored; None: as it is. A name goes before a pattern, and that before the class."""
         if any(_matches(pattern, name) for pattern in self.ignore):
@@ -111,9 +116,20 @@ class StoredQuantization:
         }
 
 
-def all_layers_but(scheme: StoredScheme, ignored: tuple[str, ...]) -> StoredQuantization:
-    """Every linear layer in one scheme, but for the output head and `ignored`, which are names or patterns."""
-    return StoredQuantization((((_LINEAR,), scheme),), (*ignored, HEAD))
+def all_layers_but(
+    scheme: StoredScheme, ignored: tuple[str, ...], head: StoredScheme | None = None
+) -> StoredQuantization:
+    """Every linear layer in one scheme, but for `ignored`, which are names or patterns, and the output head.
+
+    Args:
+        head: its scheme; None: it is stored as it is.
+    """
+    layers = ((_LINEAR,), scheme)
+    return (
+        StoredQuantization((layers, ((HEAD,), head)), ignored)
+        if head
+        else StoredQuantization((layers,), (*ignored, HEAD))
+    )
 
 
 def _matches(pattern: str, name: str) -> bool:

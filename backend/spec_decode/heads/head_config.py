@@ -56,6 +56,21 @@ def refuse_head(model: str) -> None:
         )
 
 
+def named_head(kind: HeadKind, model: str) -> Path:
+    """The folder that `speculative.model` names for a head of that kind.
+
+    Raises `ConfigError` where its head is of another kind, and as `read_head_config`.
+    """
+    folder = Path(model).expanduser()
+    found = read_head_config(folder).kind
+    if found != kind:
+        raise ConfigError(
+            f"speculative.model = {model!r} holds a head of kind {found}: it goes with speculative.method = {found!r}, and not "
+            f"with {kind!r}"
+        )
+    return folder
+
+
 def read_head_config(folder: Path) -> HeadConfig:
     """Raises `ModelError` for a folder that holds no head or an untrained one, or one with values that cannot be."""
     if not (folder / CONFIG_NAME).is_file():

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from backend.config import EngineConfig
 from backend.engine.engine_host import EngineHost
 from backend.errors import ConfigError, ModelError
+from backend.metrics.environment import environment
 from backend.models.model_config import load_decoder_config
 from backend.models.sources import ModelSource
 from backend.spec_decode.heads.data_folder import DataFolder
@@ -48,6 +49,7 @@ NUM_STEPS: Mapping[HeadKind, int] = {"eagle": 6, "medusa": 4}  # tokens ahead; f
 _CONVERSATIONS_AT_ONCE = {"cuda": 4096, "cpu": 16}  # of a part of the data
 _REQUESTS_AT_ONCE = {"cuda": 1024, "cpu": 16}  # of one step of the engine
 _NOTE = "state.json"
+_SAVE_INTERVAL_S = 180.0  # of training, which is what a kill loses at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +134,15 @@ class HeadTraining:
         head = build_head(config, self._config, dtype=torch.float32, device=self._device)
         new_head(head, target, plan.training.seed)
         trainer = HeadTrainer(head, target, config.feature_layers, draft_token_ids, plan.training)
-        self._restore(trainer)
-        is_finished = trainer.train(training, on_progress, should_stop, deadline)
+        seconds_before, started = self._restore(trainer), time.perf_counter()
+
+        def save() -> float | None:
+            return self._save(trainer, seconds_before, started)
+
+        is_finished = trainer.train(training, on_progress, should_stop, deadline, save, _SAVE_INTERVAL_S)
         if trainer.step == 0:  # what has learnt nothing is not to be taken for a head
             return HeadResult(0, data.num_tokens, None, None)
+        training_seconds = save()
         on_stage("measuring acceptance", 0, 0)
         acceptance = trainer.held_out_acceptance(held_out)
         record = {
@@ -143,6 +150,8 @@ class HeadTraining:
             "data": data.made_by | {"num_conversations": len(conversations), "num_tokens": _num_tokens(conversations)},
             **asdict(plan.training),
             "steps_done": trainer.step,
+            "training_seconds": training_seconds,
+            "device": _device_name(self._device),
             "held_out": {
                 "num_conversations": len(held_out),
                 "coverage": coverage(count_answer_tokens(held_out, vocab_size), vocabulary),
@@ -150,7 +159,6 @@ class HeadTraining:
             },
         }
         config = replace(config, training=record)
-        self._save(trainer)
         size = save_head(self._output, head, config, draft_token_ids)
         if is_finished:
             shutil.rmtree(self._work, ignore_errors=True)
@@ -224,9 +232,10 @@ class HeadTraining:
             host.close()
         return True
 
-    def _restore(self, trainer: HeadTrainer) -> None:
+    def _restore(self, trainer: HeadTrainer) -> float | None:
+        """Seconds of training in the slices before this one; None where one of them did not note it."""
         if not (self._work / _NOTE).exists():
-            return
+            return 0.0
         try:
             values = json.loads((self._work / _NOTE).read_text(encoding="utf-8"))
             if values["plan"] != self._key():
@@ -235,22 +244,31 @@ class HeadTraining:
                     f"{self._output} is being trained with another {', '.join(changed)}; name another folder"
                 )
             trainer.restore(load_file(self._work / values["state"]), values)
+            return None if values.get("seconds") is None else float(values["seconds"])
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             raise ModelError(f"{self._work} is damaged ({error}); remove it to start afresh") from None
 
-    def _save(self, trainer: HeadTrainer) -> None:
-        """The tensors under a name of their own, then the note that names them: a crash leaves the older pair."""
+    def _save(self, trainer: HeadTrainer, seconds_before: float | None, started: float) -> float | None:
+        """The tensors under a name of their own, then the note that names them: a crash leaves the older pair.
+
+        Returns the seconds of training in all slices, up to now.
+        """
         tensors, values = trainer.state()
         name = f"state-{trainer.step}.safetensors"
         try:
             self._work.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, self._work / name)
+            unfinished = self._work / "state.unfinished"
+            save_file(tensors, unfinished)  # waits for the device, so that the clock is true
+            os.replace(unfinished, self._work / name)
+            seconds = None if seconds_before is None else round(seconds_before + time.perf_counter() - started, 3)
+            note = values | {"plan": self._key(), "state": name, "seconds": seconds}
             unfinished = self._work / f"{_NOTE}.unfinished"
-            unfinished.write_text(json.dumps(values | {"plan": self._key(), "state": name}), encoding="utf-8")
+            unfinished.write_text(json.dumps(note), encoding="utf-8")
             os.replace(unfinished, self._work / _NOTE)
             for path in self._work.glob("state-*.safetensors"):
                 if path.name != name:
                     path.unlink()
+            return seconds
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{self._work} cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
@@ -264,6 +282,10 @@ class HeadTraining:
             **asdict(plan.training),
             **self._made_by(),
         }
+
+
+def _device_name(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else environment()["cpu"]
 
 
 def _num_tokens(conversations: list[Conversation]) -> int:

@@ -98,11 +98,15 @@ class HeadTrainer:
         on_progress: Callable[[Progress], None] = lambda progress: None,
         should_stop: Callable[[], bool] = lambda: False,
         deadline: float = math.inf,
+        save: Callable[[], object] = lambda: None,
+        save_interval_s: float = math.inf,
     ) -> bool:
         """Go on until all steps are done, or none more is to begin. Whether they are done.
 
         Args:
             deadline: of `time.perf_counter`, behind which no step but the first of this call begins.
+            save: called between two steps when `save_interval_s` seconds have gone by since the last time, or since the call:
+                `state` is then what all steps so far came to, and their losses were finite.
         Raises:
             ModelError: the loss is no longer finite.
         """
@@ -110,6 +114,7 @@ class HeadTrainer:
         source = batches(conversations, settings.batch_tokens, settings.num_unrolled, settings.seed, first=self.step)
         losses: list[Tensor] = []
         first_step, num_tokens, started = self.step, 0, time.perf_counter()
+        next_save = started + save_interval_s
         while self.step < settings.num_steps:
             if should_stop() or (self.step > first_step and time.perf_counter() >= deadline):
                 return False
@@ -117,7 +122,8 @@ class HeadTrainer:
             losses.append(self._train_step(batch))
             num_tokens += batch.token_ids.size
             self.step += 1
-            if len(losses) == _STEPS_BETWEEN_REPORTS or self.step == settings.num_steps:
+            is_save_due = time.perf_counter() >= next_save
+            if is_save_due or len(losses) == _STEPS_BETWEEN_REPORTS or self.step == settings.num_steps:
                 loss = float(torch.stack(losses).mean())  # waits for the device, so that the clock is true
                 if not math.isfinite(loss):
                     raise ModelError(f"the loss is {loss} at step {self.step:,}; a lower --learning-rate may help")
@@ -125,6 +131,9 @@ class HeadTrainer:
                 seconds = time.perf_counter() - started
                 left = (settings.num_steps - self.step) * seconds / (self.step - first_step)
                 on_progress(Progress(self.step, settings.num_steps, loss, num_tokens / seconds, left))
+            if is_save_due:
+                save()
+                next_save = time.perf_counter() + save_interval_s
         return True
 
     def _train_step(self, batch: Batch) -> Tensor:
