@@ -21,6 +21,7 @@ from kernels.specs import (
     nf4_gated_linear,
     nf4_linear,
     nf4_qkv_rotary_store,
+    ngram_drafts,
     norm_embedding_and_features,
     norm_gated_linear,
     norm_linear,
@@ -80,5 +81,6 @@ REGISTRY: dict[str, KernelOp] = {
         verify_greedy,
         verify_tree,
         settle_round,
+        ngram_drafts,
     )
 }

@@ -15,7 +15,7 @@ from backend.core.kv_layouts import ContiguousKVCacheManager
 from backend.core.policies import FirstComeFirstServed, PrefillFirst, Priority
 from backend.core.recompute_scheduler import RecomputeScheduler
 from backend.core.scheduler import Scheduler
-from backend.core.speculation import HEAD_METHODS
+from backend.core.speculation import HEAD_METHODS, LOOK_UP_METHODS
 from backend.core.speculative_scheduler import MAX_TREE_REQS, SpeculativeScheduler
 from backend.core.swapping import SwappingKVCacheManager, num_host_blocks
 from backend.errors import EngineError
@@ -73,6 +73,7 @@ def make_scheduler(
             num_window_tokens=speculative.num_window_tokens,
             only_in_graphs=cost.only_in_graphs,
             drafts_ahead=speculative.method in HEAD_METHODS and has_graphs,
+            looks_up=speculative.method in LOOK_UP_METHODS and has_graphs,
             num_nodes=num_nodes,
         )
     return scheduler_class(

@@ -11,6 +11,7 @@ from backend.errors import ConfigError
 
 SYNTHETIC = "synthetic"  # of `speculative.method`
 HEAD_METHODS = ("eagle", "medusa")  # of `speculative.method`, those that read the target's hidden states
+LOOK_UP_METHODS = ("ngram",)  # those whose drafts lie in the text, where a device can look them up as well
 
 
 def check_speculation(config: EngineConfig) -> None:

@@ -9,8 +9,9 @@ over by what comes next, and is not hashed into the prefix cache. Blocks that on
 for those that the next draft will reach: where that is made before its round is scheduled, and while the pool has a block for
 everybody.
 
-Such a worker knows by itself how far a round has come. So the next one may be scheduled before its result is known, as plain
-steps are: of the same requests, with as many drafts, in slots for the most that may be accepted (`may_run_ahead`).
+Such a worker, and one that looks drafts up in the text, knows by itself how far a round has come. So the next one may be
+scheduled before its result is known, as plain steps are: of the same requests, with as many drafts, in slots for the most that
+may be accepted (`may_run_ahead`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class SpeculativeScheduler(Scheduler):
         num_window_tokens: that run behind each draft and are never accepted; without room for all of them there is no draft.
         only_in_graphs: nobody drafts beside tokens of prompts, nor, with a `length`, beside sampled requests; see `DraftCost`.
         drafts_ahead: each round ends with the draft of the next one, which needs slots for it.
+        looks_up: each round ends with a look-up of the next draft, which needs no slots, and may find none.
         num_nodes: drafts are trees, and these their nodes down to each depth from 0 on, see `DraftTree.num_drafted_to`; a round
             accepts one of each depth at most, and `num_speculative_tokens` is the deepest. None: drafts are chains.
     """
@@ -51,6 +53,7 @@ class SpeculativeScheduler(Scheduler):
         num_window_tokens: int = 0,
         only_in_graphs: bool = False,
         drafts_ahead: bool = False,
+        looks_up: bool = False,
         num_nodes: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -62,10 +65,11 @@ class SpeculativeScheduler(Scheduler):
         self._only_in_graphs = only_in_graphs
         # Of a draft behind one that is accepted whole, all but the last are written.
         self._num_ahead = num_speculative_tokens - 1 if drafts_ahead and num_nodes is None else 0
+        self._looks_up = looks_up
         self._num_nodes = num_nodes
         # What is written of a tree that is drafted ahead has room in the slots of the tree before.
         self._num_kept_nodes = num_nodes[-1] if drafts_ahead and num_nodes else 0
-        self._drafted: dict[str, int] = {}  # of each request's last round that is known
+        self._drafted: dict[str, int] = {}  # by each request's last step that is known, since it was let in
         self._continued: dict[str, int] | None = (
             None  # drafts of a round that the next step repeats, its result unknown
         )
@@ -127,20 +131,20 @@ class SpeculativeScheduler(Scheduler):
     def _may_continue(self, counts: Mapping[str, int]) -> bool:
         """Whether the round with these drafts can be repeated without its result."""
         running, manager = self.running, self.kv_cache_manager
-        if (
-            not self._num_ahead
-            or self._num_nodes
-            or self.waiting
-            or len(running) > MAX_CONTINUED
-            or len(counts) != len(running)
-        ):
+        if not self._num_ahead and not self._looks_up:
             return False
-        num_missing = 0
+        if self.waiting or len(running) > MAX_CONTINUED or len(counts) != len(running):
+            return False
+        num_missing, is_drafted = 0, False
         for request in running:
             count, params = counts.get(request.request_id, 0), request.sampling_params
+            drafted = self._drafted.get(request.request_id)
             # By a round that is known, the worker drafts what it may for the request, and accepts greedily.
-            if not count or self._drafted.get(request.request_id) != count or params.temperature > 0:
+            if not count or drafted is None or params.temperature > 0:
                 return False
+            if drafted != count and not self._looks_up:
+                return False
+            is_drafted |= drafted > 0
             if request.num_output_tokens < params.min_tokens:
                 return False
             num_tokens = self._num_tokens_at_most(request, count)
@@ -148,6 +152,8 @@ class SpeculativeScheduler(Scheduler):
                 return False
             num_slots = self._num_slots_at_most(request, count)
             num_missing += max(0, -(-(num_slots - request.num_slots) // manager.block_size))
+        if not is_drafted:  # where look-ups find nothing, plain steps are quicker
+            return False
         if sum(counts.values()) + len(counts) > self.max_num_batched_tokens:
             return False
         pool = manager.pool
@@ -187,6 +193,8 @@ class SpeculativeScheduler(Scheduler):
 
     def _to_output(self, plan: StepPlan) -> SchedulerOutput:
         continued = self._continued
+        for request in plan.admitted:  # which the worker takes up anew, even one that it has known before
+            self._drafted.pop(request.request_id, None)
         granted = self._repeat_drafts(plan, continued) if continued else self._grant_drafts(plan)
         output = super()._to_output(plan)
         output.continues = bool(continued)

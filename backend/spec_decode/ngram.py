@@ -12,17 +12,20 @@ from backend.spec_decode.proposer import DraftOutput, DraftRequest
 class NgramIndex:
     """The tokens of one text, and where each of its n-grams was last followed by another token.
 
+    Attributes:
+        token_ids: the text.
+
     Args:
         n_min, n_max: lengths of n-grams that are kept.
     """
 
     def __init__(self, token_ids: Iterable[int], n_min: int, n_max: int) -> None:
-        self._token_ids: list[int] = []
+        self.token_ids: list[int] = []
         self._followers: list[tuple[int, dict[tuple[int, ...], int]]] = [(n, {}) for n in range(n_max, n_min - 1, -1)]
         self.extend(token_ids)
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        tokens = self._token_ids
+        tokens = self.token_ids
         for token_id in token_ids:
             end = len(tokens)
             for n, follower in self._followers:
@@ -35,7 +38,7 @@ class NgramIndex:
 
         A text that repeats itself is taken to go on so: the continuation may run into itself.
         """
-        tokens = self._token_ids
+        tokens = self.token_ids
         for n, follower in self._followers:
             begin = follower.get(tuple(tokens[-n:])) if n <= len(tokens) else None
             if begin is not None:
@@ -64,6 +67,10 @@ class NgramProposer:
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._texts[request_id].extend(token_ids)
+
+    def text(self, request_id: str) -> Sequence[int]:
+        """See `TextProposer`."""
+        return self._texts[request_id].token_ids
 
     def forget(self, request_id: str) -> None:
         self._texts.pop(request_id, None)

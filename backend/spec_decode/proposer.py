@@ -69,6 +69,14 @@ class Proposer(Protocol):
         ...
 
 
+class TextProposer(Proposer, Protocol):
+    """A proposer whose greedy drafts lie in the requests' texts, where a device that has them can look them up as well."""
+
+    def text(self, request_id: str) -> Sequence[int]:
+        """All tokens of a request; the same object, which grows, from `begin` to `forget`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TargetStep:
     """What a step of the target leaves for a head to read. All tensors lie on its device."""

@@ -56,7 +56,7 @@ class GraphRounds:
         not_finite: str,
     ) -> None:
         self._graphs = graphs
-        self._chain, self._head = parts.chain, parts.head
+        self._chain, self._head, self._texts = parts.chain, parts.head, parts.texts
         self._speculation = speculation
         self._batch = batch
         self._uploads, self._downloads = uploads, downloads
@@ -64,7 +64,8 @@ class GraphRounds:
         # What the last round has drafted for the next one: the slots of its requests, and how many tokens each.
         self._ahead: dict[str, int] = {}
         self._num_ahead = 0
-        self._last: RoundInput | None = None
+        self._last: RoundInput | None = None  # if it goes on by itself
+        self._is_plain = False  # that the last step, which might have had drafts, had none
 
     def takes(self, scheduled: SchedulerOutput) -> bool:
         """Whether a step can be such a round. To be asked when the batch knows of the step."""
@@ -80,7 +81,7 @@ class GraphRounds:
     def run(
         self, scheduled: SchedulerOutput, run_plain: Callable[[SchedulerOutput], PendingOutput]
     ) -> PendingOutput | None:
-        """Start the round; None where graphs cannot draft for it.
+        """Start the round; None where graphs cannot draft for it. Of its requests all results are known.
 
         Args:
             run_plain: starts the step without drafts, where there are none.
@@ -95,37 +96,66 @@ class GraphRounds:
             counts = self._prepare(requests)
         if counts is None or not any(counts):
             self.forget()
+            self._is_plain = counts is not None
             return None if counts is None else run_plain(scheduled)
         step = self._batch.build_round(scheduled, dict(zip(request_ids, counts, strict=True)), self._graphs.longest)
-        length = self._graphs.start(step, self._uploads, drafts)
+        if self._texts is None:
+            length = self._graphs.start(step, self._uploads, drafts)
+        else:
+            assert isinstance(self._graphs, RoundGraphs)
+            self._texts.upload(requests, self._uploads)
+            granted = np.array([request.max_tokens for request in requests], dtype=np.int64)
+            length = self._graphs.start(step, self._uploads, drafts, granted)
         times = speculation.begin_round(host_ms)
         if self._chain is not None and not self._are_drafted(requests, counts):
             self._graphs.draft()
         times.clock.mark()
-        return self._go_on(step, length, times)
+        return self._go_on(step, length, step.num_draft_tokens.tolist(), times)
 
-    def repeat(self) -> PendingOutput:
-        """Start the last round once more, behind all that it will have accepted: the device knows where that ends."""
-        assert self._last is not None
+    def repeat(
+        self, scheduled: SchedulerOutput, run_plain: Callable[[SchedulerOutput], PendingOutput]
+    ) -> PendingOutput:
+        """Start the last round once more, behind all that it will have accepted: the device knows where that ends.
+
+        Args:
+            run_plain: as in `run`. Behind a step without drafts there is nothing to go on from but its tokens, of which each
+                request got one.
+        """
+        if self._last is None:
+            assert self._is_plain
+            return run_plain(scheduled)
         assert isinstance(self._graphs, RoundGraphs)
         step, length = self._batch.repeat_round(self._last, self._graphs.longest), self._num_ahead
         self._graphs.start_again(step, self._uploads)
         times = self._speculation.begin_round()
         times.clock.mark()
-        return self._go_on(step, length, times)
+        num_draft_tokens = step.num_draft_tokens.tolist() if self._texts is None else None
+        return self._go_on(step, length, num_draft_tokens, times)
 
-    def _go_on(self, step: RoundInput, length: int, times: RoundTimes) -> PendingOutput:
-        """Verify a round that is drafted, and let the head draft the next one."""
+    def _go_on(
+        self, step: RoundInput, length: int, num_draft_tokens: list[int] | None, times: RoundTimes
+    ) -> PendingOutput:
+        """Verify a round that is drafted, and draft the next one.
+
+        Args:
+            num_draft_tokens: of each request; None: the device has looked up what there was.
+        """
         packed, shape = self._graphs.verify()
-        num_draft_tokens = step.num_draft_tokens.tolist()
         buffer = self._downloads.next(num_round_bytes(*shape))
         download = RoundDownload(step.request_ids, num_draft_tokens, packed, shape, buffer, times, self._not_finite)
+        self._is_plain = False
         if self._head is not None:
             with self._speculation.preparing():
                 self._graphs.go_on()
                 self._head.observed()
             self._ahead = dict(zip(step.request_ids, step.tables.num_slots.tolist(), strict=True))
             self._num_ahead, self._last = length, step
+        if self._texts is not None:
+            with self._speculation.preparing():
+                self._graphs.go_on()
+            self._last = step
+            rows = {step.request_ids[place]: int(step.rows[place]) for place in step.granted}
+            return self._texts.follow(download, rows)
         return self._told(download)
 
     def _told(self, download: RoundDownload) -> PendingOutput:
@@ -135,7 +165,7 @@ class GraphRounds:
     def forget(self) -> None:
         """Another kind of step comes between: what has been drafted for the next round is not what comes next."""
         self._ahead.clear()
-        self._last = None
+        self._last, self._is_plain = None, False
 
     def _are_drafted(self, requests: Sequence[DraftRequest], counts: Sequence[int]) -> bool:
         """Whether the round before has left these drafts, each with a slot for all that it was drafted from."""

@@ -56,7 +56,7 @@ class RoundDownload:
     def __init__(
         self,
         request_ids: list[str],
-        num_draft_tokens: Sequence[int],
+        num_draft_tokens: Sequence[int] | None,
         packed: Tensor,
         shape: tuple[int, int],
         buffer: Tensor,
@@ -66,7 +66,8 @@ class RoundDownload:
     ) -> None:
         """Args:
         request_ids: of the first rows of the round.
-        num_draft_tokens: of each; of one without any, the round's token is a plain one.
+        num_draft_tokens: of each; of one without any, the round's token is a plain one. None: only the device knows, and
+            there are no tokens below 0 among those that were drafted.
         packed: uint8 on the device, see `pack_round`. It may have padding rows behind those.
         shape: of the packed drafts, (num_rows, k).
         buffer: uint8 in host memory, of the same size.
@@ -96,10 +97,13 @@ class RoundDownload:
                 output.sampled_token_ids[request_id] = token_ids[: accepted + 1]
             else:
                 output.errors[request_id] = self._not_finite
-        drafted = [row for row, count in enumerate(self._counts) if count]
+        counts = (ids[:, k + 3 :] >= 0).sum(axis=1).tolist() if self._counts is None else self._counts
+        drafted = [row for row, count in enumerate(counts) if count]
+        if not drafted:
+            return output
         output.rounds = DraftRounds(
             request_ids=[self._request_ids[row] for row in drafted],
-            num_draft_tokens=[self._counts[row] for row in drafted],
+            num_draft_tokens=[counts[row] for row in drafted],
             num_accepted=[num_accepted[row] for row in drafted],
             token_ids=[last_token_ids[row] for row in drafted],
             draft_token_ids=ids[drafted, k + 3 :],

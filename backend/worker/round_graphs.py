@@ -1,7 +1,8 @@
 """Rounds of requests that all decode, greedily, as CUDA graphs: one for what drafts, one for what verifies, one for what a draft
-head reads of it and drafts next. Nothing between them waits for the host, which sends one copy and gets one.
+head reads of it and drafts next, or for what is looked up next in the texts. Nothing between them waits for the host, which
+sends one copy and gets one.
 
-The head drafts the next round before the host has heard of this one: while it schedules, the device would have nothing to do.
+The next round is drafted before the host has heard of this one: while it schedules, the device would have nothing to do.
 
 A round takes the graphs of the next larger size and of the next longer draft; as in `DecodeGraphs`, padding reads and writes the
 null block only. What one graph leaves for the next, or for the host, it leaves where no other writes.
@@ -23,8 +24,10 @@ from backend.spec_decode.proposer import ChainProposer, DraftChain, HeadProposer
 from backend.worker.decode_graphs import capture_graph
 from backend.worker.decoders import StepDecoder
 from backend.worker.graph_pass import Keep
+from backend.worker.round_download import packed_ids
 from backend.worker.round_ops import RoundOps
 from backend.worker.round_tensors import RoundRows, RoundUploads, round_chain, round_metadata
+from backend.worker.round_texts import RoundTexts
 from backend.worker.speculative_batch import RoundInput
 from backend.worker.step_tensors import HostBuffers
 from kernels.ops.draft_positions import draft_positions
@@ -55,6 +58,7 @@ class RoundParts:
         chain: the proposer, if graphs can hold its drafts.
         head: the proposer, if it reads the target's steps; it needs `keep`.
         keep: what is to be kept of each pass of the target.
+        texts: where the device looks up the drafts of rounds behind the first, which then is the host's; there is no `chain`.
     """
 
     decoder: StepDecoder
@@ -66,6 +70,7 @@ class RoundParts:
     chain: ChainProposer | None
     head: HeadProposer | None
     keep: Keep | None
+    texts: RoundTexts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,22 +158,30 @@ class RoundGraphs:
         """That a request of so many tokens needs for a draft: of all but the last of it."""
         return num_tokens + count - 2
 
-    def start(self, step: RoundInput, buffers: HostBuffers, drafts: np.ndarray | None = None) -> int:
+    def start(
+        self,
+        step: RoundInput,
+        buffers: HostBuffers,
+        drafts: np.ndarray | None = None,
+        num_granted: np.ndarray | None = None,
+    ) -> int:
         """Upload a round, at least one request of which has drafts. Returns how many tokens its graphs draft.
 
         Args:
             drafts: int64 [num_granted, up to k], where the host makes them; else they are those of `drafts`.
+            num_granted: int64 [num_granted], most tokens of each, where the next ones are looked up.
         """
-        num_reqs, longest = len(step.rows), max(step.num_draft_tokens.tolist())
+        num_reqs = len(step.rows)
+        longest = int((step.num_draft_tokens if num_granted is None else num_granted).max())
         size = next(size for size in self._sizes if size >= num_reqs)
         length = next(length for length in self._lengths if length >= longest)
         self._round = self._graphs[size, length]
-        self._uploads.upload(step, size, length if drafts is not None else 0, buffers, drafts)
+        self._uploads.upload(step, size, length if drafts is not None else 0, buffers, drafts, num_granted)
         self._uploads.upload_tables(step.tables, self._round.block_tables, buffers)
         return length
 
     def start_again(self, step: RoundInput, buffers: HostBuffers) -> None:
-        """Begin another round of the rows of the last one, with as many drafts, where that has left them."""
+        """Begin another round of the rows of the last one, with the drafts that it has left."""
         assert self._round is not None
         self._uploads.upload_tables(step.tables, self._round.block_tables, buffers)
 
@@ -185,7 +198,7 @@ class RoundGraphs:
         return self._round.left.packed, self._round.shape
 
     def go_on(self) -> None:
-        """Let the head read what the verification left, and draft behind it."""
+        """Let the head read what the verification left, and draft behind it; or look the next drafts up."""
         assert self._round is not None
         assert self._round.go_on is not None
         self._round.go_on.replay()
@@ -196,7 +209,7 @@ class RoundGraphs:
         num_entries = self._num_groups * size * self._max_num_blocks
         block_tables = self._block_tables[:num_entries].view(self._num_groups, size, self._max_num_blocks)
         counting = torch.arange(size + 1, dtype=torch.int32, device=device)
-        chain, head = parts.chain, parts.head
+        chain, head, texts = parts.chain, parts.head, parts.texts
         draft = go_on = None
         if chain is not None:
 
@@ -227,6 +240,10 @@ class RoundGraphs:
                 self.drafts[:, :k].index_copy_(0, rows.rows, head.draft(DraftChain(last_token_ids, rows.rows, passes)))
 
             go_on, _ = capture_graph(run_on, pool, device)
+        elif texts is not None:
+            left.packed.zero_()
+            ids = packed_ids(left.packed, size, k)
+            go_on, _ = capture_graph(lambda: texts.draft(ids, rows), pool, device)
         return _Graphs((size, k), block_tables, counting, draft, verify, left, go_on)
 
     def _place(self, rows: RoundRows, block_tables: Tensor, k: int) -> RoundPositions:

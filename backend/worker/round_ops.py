@@ -9,7 +9,9 @@ from torch import Tensor
 
 from backend.sample.rejection_sampler import RejectionSampler
 from backend.worker.round_download import pack_round, packed_ids
+from backend.worker.round_texts import NgramDrafts
 from kernels.reference.gather_round import gather_round
+from kernels.reference.ngram_drafts import ngram_drafts
 from kernels.reference.round_positions import RoundPositions, round_positions
 from kernels.reference.settle_round import settle_round
 from kernels.reference.verify_greedy import verify_greedy
@@ -25,19 +27,21 @@ class RoundOps:
     gather_round: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     verify_greedy: Verify
     settle_round: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    ngram_drafts: NgramDrafts
 
 
-REFERENCE_ROUND_OPS = RoundOps(round_positions, gather_round, verify_greedy, settle_round)
+REFERENCE_ROUND_OPS = RoundOps(round_positions, gather_round, verify_greedy, settle_round, ngram_drafts)
 
 
 def triton_round_ops() -> RoundOps:
     """The Triton launchers. Raises `ImportError` where triton is not installed."""
     from kernels.ops.gather_round import gather_round
+    from kernels.ops.ngram_drafts import ngram_drafts
     from kernels.ops.round_positions import round_positions
     from kernels.ops.settle_round import settle_round
     from kernels.ops.verify_greedy import verify_greedy
 
-    return RoundOps(round_positions, gather_round, verify_greedy, settle_round)
+    return RoundOps(round_positions, gather_round, verify_greedy, settle_round, ngram_drafts)
 
 
 def verify_with(sampler: RejectionSampler) -> Verify:

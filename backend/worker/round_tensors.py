@@ -24,16 +24,19 @@ class RoundRows:
     rows: Tensor  # int64 [size], of the batch's persistent arrays
     counts: Tensor  # int64 [size], drafts of each row
     num_computed: Tensor  # int64 [size], tokens before each row's last one; `NO_REQUEST`: padding
-    drafts: Tensor  # int64 [size, k], where the host has made them
+    num_granted: (
+        Tensor  # int64 [size], drafts that each row may have in the next round, where those are looked up; else 0
+    )
+    drafts: Tensor  # int64 [size, k], where they are not made by a proposer that runs on the device
 
     @classmethod
     def of(cls, numbers: Tensor, size: int, k: int) -> RoundRows:
-        rows, counts, num_computed = numbers[: 3 * size].view(3, size)
-        return cls(rows, counts, num_computed, numbers[3 * size :].view(size, k))
+        rows, counts, num_computed, num_granted = numbers[: 4 * size].view(4, size)
+        return cls(rows, counts, num_computed, num_granted, numbers[4 * size :].view(size, k))
 
 
 def num_round_numbers(size: int, k: int) -> int:
-    return (3 + k) * size
+    return (4 + k) * size
 
 
 class RoundUploads:
@@ -57,18 +60,25 @@ class RoundUploads:
         rows.rows.fill_(self._padding_row)
         rows.counts.zero_()
         rows.num_computed.fill_(NO_REQUEST)
+        rows.num_granted.zero_()
         return rows
 
     def upload(
-        self, step: RoundInput, size: int, k: int, buffers: HostBuffers, drafts: np.ndarray | None = None
+        self,
+        step: RoundInput,
+        size: int,
+        k: int,
+        buffers: HostBuffers,
+        drafts: np.ndarray | None = None,
+        num_granted: np.ndarray | None = None,
     ) -> None:
         """Args:
         k: drafts of each row that are uploaded, 0 without any.
-        drafts: see `write_round`.
+        drafts, num_granted: see `write_round`.
         """
         num_numbers = num_round_numbers(size, k)
         host = buffers.next(8 * num_numbers)
-        write_round(host.numpy().view(np.int64), step, size, self._padding_row, drafts)
+        write_round(host.numpy().view(np.int64), step, size, self._padding_row, drafts, num_granted)
         self._numbers[:num_numbers].copy_(host.view(torch.int64), non_blocking=True)
 
     def upload_tables(self, tables: RoundTables, block_tables: Tensor, buffers: HostBuffers) -> None:
@@ -83,12 +93,18 @@ class RoundUploads:
 
 
 def write_round(
-    numbers: np.ndarray, step: RoundInput, size: int, padding_row: int, drafts: np.ndarray | None = None
+    numbers: np.ndarray,
+    step: RoundInput,
+    size: int,
+    padding_row: int,
+    drafts: np.ndarray | None = None,
+    num_granted: np.ndarray | None = None,
 ) -> None:
     """Lay a round out in memory, int64 [num_round_numbers(size, k)].
 
     Args:
         drafts: int64 [num_drafted, up to k], of the rows that have any; None: the device has them, and none are written.
+        num_granted: int64 [num_drafted], of the same rows; None: nothing is looked up for the next round.
     """
     num_reqs = len(step.rows)
     numbers[:num_reqs] = step.rows
@@ -98,8 +114,11 @@ def write_round(
         numbers[num_reqs:size] = padding_row
         numbers[size + num_reqs : 2 * size] = 0
         numbers[2 * size + num_reqs : 3 * size] = NO_REQUEST
+    numbers[3 * size : 4 * size] = 0
+    if num_granted is not None:
+        numbers[3 * size : 4 * size][step.granted] = num_granted
     if drafts is not None:
-        matrix = numbers[3 * size :].reshape(size, -1)
+        matrix = numbers[4 * size :].reshape(size, -1)
         matrix[:] = 0
         matrix[step.granted, : drafts.shape[1]] = drafts
 

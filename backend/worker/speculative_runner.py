@@ -15,7 +15,7 @@ from backend.core.output import PendingOutput, SchedulerOutput
 from backend.sample.rejection_sampler import RejectionSampler, VerifiedRound
 from backend.spec_decode.draft_model import DraftModel, DraftModelProposer
 from backend.spec_decode.ngram import NgramProposer
-from backend.spec_decode.proposer import ChainProposer, HeadProposer, Proposer
+from backend.spec_decode.proposer import ChainProposer, HeadProposer, Proposer, TextProposer
 from backend.spec_decode.synthetic import SyntheticProposer, SyntheticSampler
 from backend.worker.decoders import make_decoder
 from backend.worker.draft_model_runner import DraftModelRunner
@@ -23,6 +23,7 @@ from backend.worker.input_batch import InputBatch, StepInput
 from backend.worker.memory_profile import ROUND_GRAPH_BYTES
 from backend.worker.round_download import RoundDownload, num_round_bytes, pack_round
 from backend.worker.round_ops import REFERENCE_ROUND_OPS, RoundOps, triton_round_ops, verify_with
+from backend.worker.round_texts import RoundTexts, has_texts, text_bytes
 from backend.worker.speculation import Draft, Followers, Speculation
 from backend.worker.speculative_batch import SpeculativeInputBatch, Verification
 from backend.worker.step_tensors import HostBuffers, to_device
@@ -52,6 +53,7 @@ class SpeculativeModelRunner(DraftModelRunner):
         super()._let_go()
         self._speculation: Speculation | None = None
         self._chain: ChainProposer | None = None  # the proposer, where graphs can hold its drafts
+        self._texts: TextProposer | None = None  # the same, where it looks them up
         self._rounds: GraphRounds | None = None  # None: there are no graphs
 
     def initialize_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
@@ -63,7 +65,8 @@ class SpeculativeModelRunner(DraftModelRunner):
         if settings.synthetic_acceptance is not None:
             return SyntheticProposer(settings.synthetic_acceptance, self.loaded.config.vocab_size)
         if model is None:
-            return NgramProposer(settings.ngram_min, settings.ngram_max)
+            self._texts = NgramProposer(settings.ngram_min, settings.ngram_max)
+            return self._texts
         batch, budget = self._batch, self._config.scheduler.max_num_batched_tokens
         assert isinstance(batch, SpeculativeInputBatch)
         assert budget is not None
@@ -96,7 +99,8 @@ class SpeculativeModelRunner(DraftModelRunner):
 
         # Beside the logits, which all graphs share, those of the largest verification several times over.
         logits = 4 * self._num_logits * self.loaded.config.vocab_size
-        return super()._graph_bytes + ROUND_GRAPH_BYTES * num_round_graphs(self._max_num_drafts) + 4 * logits
+        nodes = ROUND_GRAPH_BYTES * num_round_graphs(self._max_num_drafts)
+        return super()._graph_bytes + nodes + 4 * logits + text_bytes(self._config)
 
     @property
     def _num_logits(self) -> int:
@@ -127,6 +131,7 @@ class SpeculativeModelRunner(DraftModelRunner):
             chain=self._chain,
             head=self._head_proposer,
             keep=self._keep,
+            texts=self._make_texts(batch.max_model_len),
         )
         self._rounds, graphs = self._make_rounds(
             parts,
@@ -158,6 +163,13 @@ class SpeculativeModelRunner(DraftModelRunner):
         assert self._speculation is not None
         return parts, self._speculation, batch, self._uploads, self._downloads, self._not_finite
 
+    def _make_texts(self, max_model_len: int) -> RoundTexts | None:
+        settings = self._config.speculative
+        if self._texts is None or not has_texts(self._config):
+            return None
+        lengths, shape = (settings.ngram_min, settings.ngram_max), (self._last_tokens.numel(), max_model_len)
+        return RoundTexts(self._texts, self._round_ops.ngram_drafts, lengths, shape, self._device)
+
     @property
     def _round_ops(self) -> RoundOps:
         ops = triton_round_ops() if self._config.kernels.backend == "triton" else REFERENCE_ROUND_OPS
@@ -186,7 +198,7 @@ class SpeculativeModelRunner(DraftModelRunner):
         batch.update(scheduled)
         if scheduled.continues:
             assert self._rounds is not None
-            return speculation.watch(self._rounds.repeat())
+            return speculation.watch(self._rounds.repeat(scheduled, partial(self._run_undrafted, batch)))
         if self._rounds is not None and self._rounds.takes(scheduled):
             pending = self._run_round(self._rounds, scheduled)
             if pending is not None:
@@ -205,7 +217,7 @@ class SpeculativeModelRunner(DraftModelRunner):
         assert isinstance(batch, SpeculativeInputBatch)
         if self._decode_graphs is not None:
             self._decode_graphs.forget()
-        return rounds.run(scheduled, lambda scheduled: self._run_undrafted(batch, scheduled))
+        return rounds.run(scheduled, partial(self._run_undrafted, batch))
 
     def _run_undrafted(self, batch: SpeculativeInputBatch, scheduled: SchedulerOutput) -> PendingOutput:
         """A step that the batch knows of, without drafts."""

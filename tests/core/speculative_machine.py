@@ -16,6 +16,7 @@ from tests.core.paged_machine import VOCAB, Lab, PagedMachine, _Known, hash_of
 class SpeculativeMachine(PagedMachine):
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     num_right: int | None = None  # of each draft, which then has all tokens that are granted; None: as it comes
+    finds_nothing_for: set[str] = field(default_factory=set)  # requests, which then have no drafts
     num_window_tokens: int = 0  # of what is granted, behind the draft
     tree: DraftTree | None = None  # of which as many nodes are drafted as are granted; None: chains are
     rounds: list[tuple[str, int, int]] = field(default_factory=list)  # request, drafted, accepted
@@ -60,6 +61,7 @@ class SpeculativeMachine(PagedMachine):
         granted -= self.num_window_tokens
         assert granted > 0
         count = granted if self.num_right is not None else rng.randint(0, granted)
+        count = 0 if request_id in self.finds_nothing_for else count
         num_right = rng.randint(0, count) if self.num_right is None else min(self.num_right, count)
         draft: list[int] = []
         for index in range(count):
@@ -124,6 +126,7 @@ class SpeculativeLab(Lab):
     lookahead: tuple[int, int] | None = None  # window and n-grams
     tree: bool = False
     drafts_ahead: bool = False  # each round ends with the draft of the next one
+    looks_up: bool = False  # each round ends with a look-up of the next draft, which may find none
     runs_ahead: bool = False  # steps are scheduled before the last result is taken, where the scheduler allows it
 
     def __post_init__(self) -> None:
@@ -132,6 +135,7 @@ class SpeculativeLab(Lab):
             "speculative.num_speculative_tokens": self.num_speculative_tokens,
             "speculative.max_batch": self.max_batch,
             "speculative.adaptive": self.adaptive,
+            "kernels.enforce_eager": not self.looks_up,
         }
         if self.lookahead:
             names = ("lookahead_window", "lookahead_ngram")
@@ -157,6 +161,11 @@ class SpeculativeLab(Lab):
         if not self.in_flight or self.scheduler.may_run_ahead(self.in_flight[0][0]):
             scheduled = self.scheduler.schedule(self.in_flight[0][0] if self.in_flight else None)
             self.manager.check_integrity()
+            if (
+                scheduled.continues
+            ):  # a worker has the round in hand, which it has begun for requests that it knew before
+                last = self.in_flight[0][0]
+                assert (last.num_draft_tokens, last.new_requests) == (scheduled.num_draft_tokens, [])
             if scheduled.num_scheduled_tokens or scheduled.preempted_request_ids:
                 self._carry_out(scheduled)
             if len(self.in_flight) == 1 and self.machine.rng.random() < 0.5:

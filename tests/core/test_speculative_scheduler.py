@@ -40,6 +40,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 
+AHEAD: tuple[dict[str, Any], ...] = ({}, {"drafts_ahead": True}, {"looks_up": True})
+
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", SETTINGS)
@@ -109,22 +111,6 @@ def test_where_rounds_without_a_graph_do_not_pay_nobody_drafts_beside_sampled_re
     assert any(step.num_draft_tokens for step in alone)
 
 
-@pytest.mark.parametrize("num_right", [0, 2, 5])
-@pytest.mark.parametrize(
-    "name", ["blocks of one", "blocks of four", "large blocks", "small pool", "prefix cache", "swapping"]
-)
-def test_rounds_are_repeated_before_the_last_one_is_known(name: str, num_right: int) -> None:
-    """The machine writes what it accepts where the blocks say, which the scheduler must have given it beforehand."""
-    lab = SpeculativeLab(seed=2, drafts_ahead=True, runs_ahead=True, num_right=num_right, **SETTINGS[name])
-    for key, prompt in PROMPTS.items():
-        lab.add(key, prompt, max_tokens=27)
-    assert lab.run() == {key: generate(prompt, 27) for key, prompt in PROMPTS.items()}
-    repeated = [step for step in lab.steps if step.continues]
-    assert repeated
-    assert all(set(step.num_draft_tokens or {}) == set(step.num_scheduled_tokens) for step in repeated)
-    assert all(not step.new_requests and not step.preempted_request_ids for step in repeated)
-
-
 @pytest.mark.parametrize("num_right", [0, 3, 5])
 def test_a_draft_that_is_made_ahead_has_slots_and_costs_nobody_a_preemption(num_right: int) -> None:
     """Of a draft of five behind what was accepted, four are written, but none beyond the request's end."""
@@ -183,7 +169,7 @@ def test_random_traffic_with_aborts_and_stops(seed: int) -> None:
         prefix_caching=rng.random() < 0.5,
         swap_blocks=rng.choice([0, 0, 20]),
         policy=rng.choice(["fcfs", "prefill_first"]),
-        drafts_ahead=rng.random() < 0.5,
+        **rng.choice(AHEAD),
         runs_ahead=rng.random() < 0.5,
         num_right=rng.choice([None, 0, 2, 7]),
     )

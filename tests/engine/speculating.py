@@ -39,6 +39,9 @@ class ScriptedProposer:
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._texts[request_id] += token_ids
 
+    def text(self, request_id: str) -> list[int]:
+        return self._texts[request_id]
+
     def forget(self, request_id: str) -> None:
         self._texts.pop(request_id, None)
 
@@ -85,7 +88,7 @@ def in_turn(*rounds: tuple[int, int]) -> Plan:
 def scripted(
     host: EngineHost, model: object, scripts: Sequence[Sequence[int]], plan: Plan, **overrides: Any
 ) -> Iterator[ScriptedProposer]:
-    """An engine that speculates with a `ScriptedProposer`; it is gone afterwards."""
+    """An engine that speculates with a `ScriptedProposer`, which is asked for every draft; it is gone afterwards."""
     proposer = ScriptedProposer(scripts, plan)
 
     def make(n_min: int, n_max: int) -> ScriptedProposer:
@@ -93,6 +96,7 @@ def scripted(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("backend.worker.speculative_runner.NgramProposer", make)
+        patch.setattr("backend.core.scheduler_factory.LOOK_UP_METHODS", ())
         host.unload()
         host.load(config_of(model, speculative__method="ngram", **overrides))
     try:

@@ -18,6 +18,8 @@ from backend.models.sources import resolve_source  # noqa: E402
 from backend.spec_decode.heads.target import DenseTarget  # noqa: E402
 from tests.engine.driving import config_of  # noqa: E402
 from tests.engine.heads import KINDS, answers_and_rounds, check_drafts, load_drafter, random_head, save  # noqa: E402
+from tests.engine.looking_up import count_rounds  # noqa: E402
+from tests.engine.scripted import make_scripted  # noqa: E402
 from tests.helpers import dense_greedy, load_oracle, make_tiny_llama  # noqa: E402
 from tests.spec_decode.tiny_heads import CPU  # noqa: E402
 from tests.worker.recorded_graphs import recorded_graphs  # noqa: E402
@@ -68,3 +70,19 @@ def test_tokens_are_the_dense_model_s(host: EngineHost, tmp_path: Path, method: 
         check_drafts(load_drafter(folder, model), PROMPTS, collected, rounds)
     else:
         assert sum(it.num_accepted for it in rounds) == sum(len(it.draft_token_ids) for it in rounds) > 3
+
+
+def test_drafts_that_the_device_looks_up(host: EngineHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that goes round in circles of six: beside a request that has to find that out, one that begins with a circle."""
+    circle = [10, 11, 12, 13, 14, 15]
+    model, calls = make_scripted(tmp_path / "model", [[*circle, circle[0]]]), count_rounds(monkeypatch)
+    prompts = {"one": [12], "longer": [*circle, 10]}
+    with recorded_graphs(on_kernels=True):
+        host.load(config_of(model, **SMALL, speculative__method="ngram", scheduler__async_scheduling=True))
+        collected, rounds = answers_and_rounds(host, prompts, max_tokens=16, ignore_eos=True)
+        host.unload()
+    assert collected["one"].token_ids == [circle[(3 + index) % 6] for index in range(16)]
+    assert collected["longer"].token_ids == [circle[(1 + index) % 6] for index in range(16)]
+    assert {it.request_id for it in rounds} == set(prompts)
+    assert all(it.num_accepted == len(it.draft_token_ids) for it in rounds)
+    assert calls["repeat"] >= 3

@@ -173,9 +173,9 @@ def count_repeats(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many rounds have begun before the one before them was known."""
     calls, repeat = [], GraphRounds.repeat
 
-    def counted(rounds: GraphRounds) -> Any:
-        calls.append(rounds)
-        return repeat(rounds)
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return repeat(*args)
 
     monkeypatch.setattr(GraphRounds, "repeat", counted)
     return lambda: len(calls)

@@ -27,6 +27,7 @@ from kernels.ops import (
     gather_round,
     greedy_tokens,
     int_linear,
+    ngram_drafts,
     norm_embedding_and_features,
     norm_gated_linear,
     norm_linear,
@@ -50,9 +51,11 @@ TYPES = {
     "*i64": "token_ids vocabulary starts counts last_indices positions slot_mapping rows sampled_token_ids outcome "
     "tree_mask source_slots target_slots addresses slot_words "
     "num_computed places slot_mappings pass_positions pass_slot_mappings "
+    "num_granted lengths chunk_found "
     "ids sources last_token_ids next_token_ids drafts draft_token_ids num_draft_tokens "
     "accepted_nodes last_nodes parents",
-    "*i32": "block_table block_tables pass_seq_lens chunk_token_ids query_start_loc seq_lens arrivals words counters tree_starts",
+    "*i32": "block_table block_tables pass_seq_lens chunk_token_ids texts query_start_loc seq_lens arrivals words counters "
+    "tree_starts",
     "*fp32": "logits probs chunk_max chunk_sum chunk_top cos_sin_cache square_sums next_square_sums "
     "partial partial_max partial_sum",
     "*i1": "finite",
@@ -66,7 +69,8 @@ HOPPER_SHARED_BYTES = 227 * 1024
 
 def shared_bytes(kernel, constants, num_warps=4, num_stages=2, without=(), boxes={}):
     # What is only asked for inside a kernel (a size, a flag of another version) need not be named here.
-    constants = {"PDL": False, "FRAGMENTS": 0, "FRAGMENTS_ONCE": False, "SMALL": not boxes, "TMA": bool(boxes)} | constants
+    without_fragments = {"FRAGMENTS": 0, "FRAGMENTS_ONCE": False}
+    constants = without_fragments | {"PDL": False, "AHEAD": False, "SMALL": not boxes, "TMA": bool(boxes)} | constants
     if constants.get("FORMAT") is None:
         constants |= {"FORMAT": None, "key_scales_ptr": None, "value_scales_ptr": None}
     constants |= dict.fromkeys(without, None)
@@ -123,6 +127,9 @@ for mapped in (False, True):
     without = () if mapped else ("vocabulary_ptr",)
     for kernel in (greedy_tokens._largest_of_chunk_kernel, greedy_tokens._largest_of_row_kernel):
         assert shared_bytes(kernel, sizes, 16, without=without) <= CONSUMER_SHARED_BYTES
+assert shared_bytes(ngram_drafts._find_in_chunk_kernel, {"BLOCK": ngram_drafts.BLOCK}, 8) <= CONSUMER_SHARED_BYTES
+for sizes in ({"BLOCK_K": 2, "BLOCK_CHUNKS": 1}, {"BLOCK_K": 64, "BLOCK_CHUNKS": 128}):
+    assert shared_bytes(ngram_drafts._draft_from_text_kernel, sizes) <= CONSUMER_SHARED_BYTES
 for kernel in (gather_round._gather_round_kernel, settle_round._settle_round_kernel):
     assert shared_bytes(kernel, {"BLOCK": 128}) == 0
 assert shared_bytes(verify_greedy._verify_chunk_kernel, {"BLOCK": 2048}) <= CONSUMER_SHARED_BYTES
@@ -140,6 +147,7 @@ assert shared_bytes(compact_kv_cache._compact_kv_cache_kernel, sizes) == 0
 NO_TREES = ("tree_mask_ptr", "tree_starts_ptr")
 for num_tokens, head_dim, window, without in (
     (8, 80, None, NO_TREES),
+    (48, 64, None, NO_TREES),
     (512, 128, 1000, NO_TREES),
     (512, 256, None, NO_TREES),
     (208, 80, None, ()),
@@ -147,7 +155,7 @@ for num_tokens, head_dim, window, without in (
 ):
     tiles = attention_tiles.tile_sizes(num_tokens, 8, 3, head_dim, 2)
     constants = {"GROUP": 3, "HEAD_DIM": head_dim, "BLOCK_SIZE": 24, "WINDOW": window, "PDL": window is None}
-    constants |= {"NUM_SPLITS": 16 if num_tokens == 8 else 1, "MIN_KEYS": 512, "CHUNK": 1}
+    constants |= {"NUM_SPLITS": 16 if num_tokens <= 48 else 1, "CHUNK": 1, "AHEAD": num_tokens == 48}
     constants |= {name.upper(): size for name, size in tiles._asdict().items()}
     shared = shared_bytes(
         paged_attention._paged_attention_kernel, constants, tiles.num_warps, tiles.num_stages, without
@@ -199,7 +207,7 @@ assert shared_bytes(code_matrix._dequantize_codes_kernel, sizes) <= CONSUMER_SHA
 
 EVERYTHING = {"BIAS": True, "RESIDUAL": True, "NEXT_NORM": True, "EVEN_K": False, "BLOCK_PARTS": 64}
 NOTHING = {"BIAS": False, "RESIDUAL": False, "NEXT_NORM": False, "EVEN_K": True, "BLOCK_PARTS": 0}
-NO_CODES = {"BITS": 0, "ORIGIN": "none", "GROUP": 0, "EVEN": False, "SHARES": 1, "AHEAD": 1, "ONCE": False}
+NO_CODES = {"BITS": 0, "ORIGIN": "none", "GROUP": 0, "EVEN": False, "SHARES": 1, "AHEAD": 1, "ONCE": False, "NORM": False}
 HEADS = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "BLOCK_SIZE": 24}
 OPTIONAL = {
     "BIAS": ("bias_ptr",),
@@ -227,7 +235,7 @@ for kernel in KERNELS:
         shared = shared_bytes(kernel, constants, tiles.num_warps, tiles.num_stages, without, boxes)
         assert shared <= limit, (tiles, shared)
 CODES_OF = {"BITS": 4, "ORIGIN": "float", "GROUP": 128, "EVEN": True, "SHARES": 4, "AHEAD": 8, "ONCE": True}
-CODES_OF |= {"BLOCK_K": 0, "SMALL": False}
+CODES_OF |= {"BLOCK_K": 0, "SMALL": False, "NORM": True}
 for kernel, changes in (
     (norm_gated_linear._norm_gated_linear_kernel, {"BLOCK_M": 1, "BIAS": True}),
     (norm_qkv_rotary_store._norm_qkv_rotary_store_kernel, {"BLOCK_M": 8, "BITS": 8, "ORIGIN": "none", "EVEN": False}),
