@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from app import cli_labs, formatting, terminal
-from app.certificate_texts import figures
+from app.cli_certificate import print_verdict
 from app.cli_options import ConfigSetOption, JsonOption
 from app.settings_input import engine_config
 from backend.errors import ConfigError
@@ -88,7 +88,8 @@ def verify(
         if as_json:
             terminal.write_document(out, _document(run, verdict, not no_store))
         elif verdict is not None:
-            _print(verdict, out)
+            print_verdict(("", ""), verdict, out)
+            out.write(f"{verdict.result}\n")
         for notice in run.notices:
             terminal.note(f"note: {notice}")
         cli_labs.exit_unless_finished(services, run_id, end, interruption)
@@ -109,8 +110,3 @@ def _document(run: Run, verdict: Verdict | None, store: bool) -> dict[str, Any]:
         "notices": run.notices,
         "verdict": None if verdict is None else verdict.to_dict(),
     }
-
-
-def _print(verdict: Verdict, out: TextIO) -> None:
-    terminal.print_table(("", ""), figures(verdict), "lr", out)
-    out.write(f"{verdict.result}\n")

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import stored
+from benchmarks import aims, stored
 from benchmarks.grid import NONE, markdown_lines
 
-# Tokens of a round over all categories, at least, by a head's kind: for chains, and for trees.
-MIN_LENGTHS: Mapping[str, float] = {"eagle": 2.2}
-MIN_TREE_LENGTHS: Mapping[str, float] = {"eagle": 2.5, "medusa": 1.8}
+SIMULATED = (
+    "Counted by simulation over the target's own greedy answers; a step without a draft is a round of one token."
+)
 
 Result = Mapping[str, Any]
 
@@ -21,37 +21,49 @@ def load_results(folder: Path) -> list[Result]:
 
 
 def markdown(results: Iterable[Result]) -> str:
-    """A heading, a table, and what falls short, for each head of each result; empty without any."""
-    return "\n\n".join(_markdown(result, name, head) for result in results for name, head in result["heads"].items())
+    """A heading, a table, and what falls short, for each head and proposer of each result; empty without any."""
+    return "\n\n".join(_markdown(result, name, one) for result in results for name, one in measured_of(result).items())
 
 
-def drafts_of(head: Mapping[str, Any]) -> str:
+def measured_of(result: Result) -> dict[str, Mapping[str, Any]]:
+    """Heads, then what drafts without one, of a result of any age."""
+    return {**result["heads"], **result.get("proposers", {})}
+
+
+def drafts_of(one: Mapping[str, Any]) -> str:
     """In words, of a result of any age."""
-    num_nodes, length = head.get("num_nodes"), head["num_speculative_tokens"]
+    num_nodes, length = one.get("num_nodes"), one["num_speculative_tokens"]
     return f"trees of {num_nodes}, {length} deep" if num_nodes else f"chains of {length}"
 
 
-def _markdown(result: Result, name: str, head: Mapping[str, Any]) -> str:
+def _markdown(result: Result, name: str, one: Mapping[str, Any]) -> str:
     device = result["environment"]["gpu"] or result["environment"]["cpu"]
-    rows = [("category", "rounds", "tokens of a round", "without loops", "accepted by position")]
-    for category, of in head["by_category"].items():
+    is_ngram = one["kind"] == "ngram"
+    header = ("category", "rounds", "tokens of a round", "without loops", "accepted by position")
+    rows: list[tuple[str, ...]] = [(*header, "rounds with a draft") if is_ngram else header]
+    for category, of in one["by_category"].items():
         whole = of["whole"]
         shares = (
             " ".join(NONE if share is None else f"{share:.2f}" for share in whole["by_position"]) if whole else NONE
         )
         rounds = f"{whole['num_rounds']:,}" if whole else "0"
         rows.append((category, rounds, _length(whole), _length(of["no_loops"]), shares))
+        if is_ngram:
+            share = of["share_drafted"]
+            rows[-1] += (NONE if share is None else f"{share:.0%}",)
     options = result["options"]
+    what = f"N-grams of {one['ngram_min']} to {one['ngram_max']} tokens" if is_ngram else f"Head {name}"
+    kind = "" if is_ngram else f"{one['kind']}, "
     lines = [
-        f"**Head {name} ({head['kind']}, {drafts_of(head)}) on {result['num_questions']} first turns "
+        f"**{what} ({kind}{drafts_of(one)}) on {result['num_questions']} first turns "
         f"of Spec-Bench, {options['output_len']} greedy tokens of {result['model']}, {device}, {result['date']}**",
         "",
         *markdown_lines(rows),
     ]
-    aims = MIN_TREE_LENGTHS if head.get("num_nodes") else MIN_LENGTHS
-    least, found = aims.get(head["kind"]), head["by_category"].get("all", {}).get("whole")
-    if least is not None and found is not None and found["mean_length"] < least:
-        lines += ["", f"Short of what it aims at: {found['mean_length']:.2f} tokens of a round instead of {least:.2f}."]
+    if is_ngram:
+        lines += ["", SIMULATED]
+    if missed := aims.missed_acceptance(one):
+        lines += ["", f"Short of what it aims at: {'; '.join(missed)}."]
     return "\n".join(lines)
 
 

@@ -41,11 +41,20 @@ QUANTIZED_MIN_RATIOS: Mapping[tuple[str, str], float] = {
 }
 QUANTIZED_MIN_SHARES: Mapping[str, float] = {"int4": 0.68, "nf4": 0.60, "int8": 0.78, "fp8": 0.78}
 MAX_BYTES_APART = 0.02  # what the card holds, from what is reported
+# Tokens of a round, at least, by what drafts and category: of chains, and of trees.
+MIN_LENGTHS: Mapping[tuple[str, str], float] = {
+    ("eagle", "all"): 2.2,
+    ("ngram", "summarization"): 1.4,
+    ("ngram", "rag"): 1.4,
+}
+MIN_TREE_LENGTHS: Mapping[tuple[str, str], float] = {("eagle", "all"): 2.5, ("medusa", "all"): 1.8}
 # Speculation, by proposer and requests: at least so many times plain decoding.
 MIN_SPEEDUPS: Mapping[tuple[str, int], float] = {("eagle", 1): 1.5, ("eagle", 16): 1.2}
 MIN_OF_PREDICTED = 0.9  # of what acceptance and costs of the same run predict, for eagle at 1 request
 MIN_COPYING = 2.0  # ngram at 1 request, of texts to copy
+MIN_COPYING_CPU = 1.2  # the same without a card
 MAX_VERIFY_COST = 1.15  # plain steps, for 6 tokens of 1 request
+MAX_SPECULATION_LEDGER = 0.02  # of a run's time, for recording its rounds
 
 
 def missed(figures: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -91,21 +100,59 @@ def missed_quantized(result: Mapping[str, Any]) -> list[str]:
     return short
 
 
-def missed_speculation(result: Mapping[str, Any]) -> list[str]:
-    """Of a result of `benchmarks/speculation_speed.py` on a card, what falls short, each with its aim."""
+def missed_acceptance(one: Mapping[str, Any]) -> list[str]:
+    """Of a head or proposer of a result of `benchmarks/speculation_acceptance.py`, what falls short, each with its aim."""
+    min_lengths = MIN_TREE_LENGTHS if one.get("num_nodes") else MIN_LENGTHS
     short = []
-    min_speedups = {("ngram", 1): MIN_COPYING} if result["options"]["copying"] else MIN_SPEEDUPS
-    for row in result["results"] if result["card"] else ():
-        key = row["method"], row["requests"]
+    for (kind, category), least in min_lengths.items():
+        found = one["by_category"].get(category, {}).get("whole") if kind == one["kind"] else None
+        if found is not None and found["mean_length"] < least:
+            of = "" if category == "all" else f"{category}, "
+            short.append(f"{of}{found['mean_length']:.2f} tokens of a round instead of {least:.2f}")
+    return short
+
+
+def missed_recording(result: Mapping[str, Any]) -> list[str]:
+    """Of a result of `benchmarks/recording.py`, what falls short, each with its aim."""
+    overhead = result["ledger_overhead"]
+    if not result["speculation"] or overhead <= MAX_SPECULATION_LEDGER:
+        return []
+    return [
+        f"the ledger of {result['speculation']}, {overhead:.1%} of the time instead of {MAX_SPECULATION_LEDGER:.0%}"
+    ]
+
+
+def missed_speculation(result: Mapping[str, Any]) -> list[str]:
+    """Of a result of `benchmarks/speculation_speed.py`, what falls short, each with its aim."""
+    short = []
+    for row in result["results"]:
         name = f"{row['method']} at {row['requests']} requests"
-        speedup, of_predicted = row.get("speedup"), row.get("of_predicted")
-        if key in min_speedups and speedup is not None and speedup < min_speedups[key]:
-            short.append(f"{name}, {speedup:.2f} × plain decoding instead of {min_speedups[key]:.1f} ×")
-        if key == ("eagle", 1) and of_predicted is not None and of_predicted < MIN_OF_PREDICTED:
-            short.append(f"{name}, {of_predicted:.1%} of what is predicted instead of {MIN_OF_PREDICTED:.0%}")
-        whole = row.get("whole_drafts")
-        if whole and row["requests"] == 1 and whole["num_tokens"] == 6 and whole["verify_cost"] > MAX_VERIFY_COST:
-            short.append(
-                f"verifying 6 tokens ({name}), {whole['verify_cost']:.2f} plain steps instead of {MAX_VERIFY_COST}"
-            )
+        speedup, least = row.get("speedup"), _min_speedup(result, row["method"], row["requests"])
+        if least is not None and speedup is not None and speedup < least:
+            short.append(f"{name}, {speedup:.2f} × plain decoding instead of {least:.1f} ×")
+        if result["card"]:
+            short += _missed_costs(row, name)
+    return short
+
+
+def _min_speedup(result: Mapping[str, Any], method: str, requests: int) -> float | None:
+    if result["options"]["copying"]:
+        return (MIN_COPYING if result["card"] else MIN_COPYING_CPU) if (method, requests) == ("ngram", 1) else None
+    return MIN_SPEEDUPS.get((method, requests)) if result["card"] else None
+
+
+def _missed_costs(row: Mapping[str, Any], name: str) -> list[str]:
+    """Of a row of a card's result, what is out of proportion to plain steps."""
+    short = []
+    of_predicted, whole = row.get("of_predicted"), row.get("whole_drafts")
+    if (
+        (row["method"], row["requests"]) == ("eagle", 1)
+        and of_predicted is not None
+        and of_predicted < MIN_OF_PREDICTED
+    ):
+        short.append(f"{name}, {of_predicted:.1%} of what is predicted instead of {MIN_OF_PREDICTED:.0%}")
+    if whole and row["requests"] == 1 and whole["num_tokens"] == 6 and whole["verify_cost"] > MAX_VERIFY_COST:
+        short.append(
+            f"verifying 6 tokens ({name}), {whole['verify_cost']:.2f} plain steps instead of {MAX_VERIFY_COST}"
+        )
     return short

@@ -1,10 +1,13 @@
-"""What recording a run costs: the same workload with the database recorder, without the step ledger, and without both.
+"""What recording a run costs: the same workload with the database recorder, without a ledger, and without both.
 
-    python benchmarks/recording.py [--model smollm2-135m] [--requests 16] [--output-len 32] [--repeats 5] [-o FILE]
+    python -m benchmarks.recording [--model smollm2-135m] [--speculation [ngram|eagle]] [--requests 16] [--repeats 5] [-o FILE]
 
-The three take turns. The live view is on in all, and where nothing is recorded the engine still keeps its ledger, as it does
+The three take turns. The live view is on in all, and where nothing is recorded the engine still keeps its ledgers, as it does
 for whoever listens. `--model dummy:tiny --requests 64 --output-len 128` is the hard case: its steps take 2 ms and are nearly
 all Python, which recording shares the interpreter with.
+
+The ledger that is left out is that of steps; with `--speculation` it is that of speculation alone, and every step drafts that
+can, whether it pays or not (`speculative.adaptive` is off). What the device hands over of its rounds is the same in all.
 """
 
 from __future__ import annotations
@@ -14,24 +17,26 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from app.services import new_host
+from backend.analysis.draft_rounds import RoundHistory
 from backend.config import EngineConfig
 from backend.core.kv_cache_manager import KVCacheManager
 from backend.experiments.run_queue import RunQueue
 from backend.metrics.environment import environment
 from backend.metrics.ledger import LEDGER_KIND, StepLedger
+from backend.metrics.speculation_ledger import SPECULATION_KIND, SpeculationLedger
 from backend.workload.spec import Workload
+from benchmarks.recording_table import NOT_RECORDED, RECORDED, WITHOUT_LEDGER, WITHOUT_SPECULATION, text_table
 from db.recorder import RunRecorder
 from db.repository import RunRepository
 from db.session import Database
-
-VARIANTS = ("recorded", "without the ledger", "not recorded")
 
 
 @contextmanager
@@ -45,36 +50,44 @@ def without_ledger() -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--output-len", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("-o", "--output", type=Path)
-    arguments = parser.parse_args()
+@contextmanager
+def without_speculation_ledger() -> Iterator[None]:
+    """Rounds are dropped where they are written down: nothing is left to be encoded and stored."""
+    with patch.object(SpeculationLedger, "append", lambda self, *columns: None):
+        yield
 
-    config = EngineConfig().with_overrides({"model.name": arguments.model, "cache.enable_prefix_caching": False})
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything asked for, as plain data. Exits where a run does not finish or has another ledger than it should."""
+    overrides: dict[str, Any] = {"model.name": options.model, "cache.enable_prefix_caching": False}
+    kind, left_out, without = LEDGER_KIND, WITHOUT_LEDGER, without_ledger
+    if options.speculation:
+        kind, left_out, without = SPECULATION_KIND, WITHOUT_SPECULATION, without_speculation_ledger
+        overrides |= {"speculative.method": options.speculation, "speculative.adaptive": False}
+    if options.head:
+        overrides["speculative.model"] = options.head
+    config = EngineConfig().with_overrides(overrides)
     workload = Workload.from_dict(
         {
-            "source": {"kind": "synthetic", "num_requests": arguments.requests, "prompt_len": 32},
+            "source": {"kind": "synthetic", "num_requests": options.requests, "prompt_len": 32},
             "sampling": {"ignore_eos": True},
-            "output_len": arguments.output_len,
+            "output_len": options.output_len,
             "warmup_requests": 0,
         }
     )
-    durations: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    variants = (RECORDED, left_out, NOT_RECORDED)
+    durations: dict[str, list[float]] = {name: [] for name in variants}
     queue = RunQueue(new_host())
+    num_steps = num_rounds = 0
     with tempfile.TemporaryDirectory() as folder:
         database = Database.open(f"sqlite:///{folder}/servelab.db")
         repository = RunRepository(database)
-        num_steps = 0
-        for repeat in range(arguments.repeats + 1):  # the first is warm-up
+        for repeat in range(options.repeats + 1):  # the first is warm-up
             # Another one goes first each time, so that a drift of the machine falls on all.
-            for name in VARIANTS[repeat % 3 :] + VARIANTS[: repeat % 3]:
+            for name in variants[repeat % 3 :] + variants[: repeat % 3]:
                 run_id = repository.create(config.to_dict(), workload.to_dict())
-                recorder = None if name == "not recorded" else RunRecorder(database, run_id)
-                with without_ledger() if name == "without the ledger" else nullcontext():
+                recorder = None if name == NOT_RECORDED else RunRecorder(database, run_id)
+                with without() if name == left_out else nullcontext():
                     queue.submit(run_id, config, workload, (recorder,) if recorder else ())
                     end = queue.wait(run_id)
                 if end is None or end.summary is None:
@@ -82,32 +95,68 @@ def main() -> None:
                 if recorder:
                     recorder.close()
                     num_steps = len(repository.steps(run_id))
-                has_ledger = bool(repository.chunks(run_id, LEDGER_KIND))
-                if has_ledger != (name == "recorded"):
-                    raise SystemExit(f"a run {name} has {'a' if has_ledger else 'no'} ledger")
+                chunks = repository.chunks(run_id, kind)
+                if bool(chunks) != (name == RECORDED):
+                    raise SystemExit(f"a run {name} has {'a' if chunks else 'no'} ledger: {kind}")
+                if chunks and options.speculation:
+                    history = RoundHistory()
+                    history.extend(chunks)
+                    num_rounds = len(history.columns.num_drafted)
                 if repeat:
                     durations[name].append(end.summary.duration_s)
                 time.sleep(0.2)
         database.close()
     queue.close()
     medians = {name: statistics.median(values) for name, values in durations.items()}
-    result = {
+    return {
+        "benchmark": "recording",
         "date": datetime.now(UTC).date().isoformat(),
-        "model": arguments.model,
+        "model": options.model,
+        "speculation": options.speculation,
+        "requests": options.requests,
+        "output_len": options.output_len,
         "steps": num_steps,
-        "repeats": arguments.repeats,
+        "rounds": num_rounds if options.speculation else None,
+        "repeats": options.repeats,
         "duration_s": {
             name: {"median": medians[name], "min": min(values), "max": max(values)}
             for name, values in durations.items()
         },
-        "step_ms": medians["not recorded"] / num_steps * 1e3,
-        "overhead": medians["recorded"] / medians["not recorded"] - 1,
-        "ledger_overhead": medians["recorded"] / medians["without the ledger"] - 1,
+        "step_ms": medians[NOT_RECORDED] / num_steps * 1e3,
+        "overhead": medians[RECORDED] / medians[NOT_RECORDED] - 1,
+        "ledger_overhead": medians[RECORDED] / medians[left_out] - 1,
         "environment": environment(),
     }
-    print(json.dumps(result, indent=2))
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.recording",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument(
+        "--speculation",
+        nargs="?",
+        const="ngram",
+        choices=("ngram", "eagle"),
+        help="who drafts; n-grams if none is named",
+    )
+    parser.add_argument("--head", metavar="DIR", help="of eagle; default: the one that comes for the model")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args(arguments)
+    if options.head and options.speculation != "eagle":
+        parser.error("--head belongs to --speculation eagle")
+    if options.repeats < 1:
+        parser.error("--repeats must be 1 or more")
+    result = run(options)
+    print(text_table(result))
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

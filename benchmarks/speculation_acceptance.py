@@ -1,13 +1,15 @@
-"""How much of a draft head's chains or trees the target accepts on Spec-Bench: mean acceptance length by category.
+"""How much the target accepts on Spec-Bench of what draft heads and n-grams draft: mean acceptance length by category.
 
-    python -m benchmarks.speculation_acceptance --prompts spec_bench.jsonl --head DIR [--head DIR ...] [--tree] [-o FILE]
+    python -m benchmarks.speculation_acceptance --prompts spec_bench.jsonl [--head DIR ...] [--tree] [--proposer ngram] [-o FILE]
 
-The first turn of every question, answered greedily by the product's engine, 128 new tokens at most. The rounds are then found
-without drafting: both models run over the whole answers, and a chain is accepted as far as it says what the answer says
-(`backend.spec_decode.heads.acceptance`), a tree along the path that does. Mean acceptance length is tokens by rounds, the
-target's own token of each round included and the prefill's left out; what the end of an answer cuts off counts as not drafted.
-"no loops": without the rounds whose first token lies in a repetition loop (`backend.spec_decode.heads.loops`), which a small
-model's greedy output often ends in.
+The first turn of every question, answered greedily by the product's engine, 128 new tokens at most. No engine speculates here:
+rounds are counted by simulation over the target's own greedy answers. Of a head, both models run over the whole answers, and a
+chain is accepted as far as it says what the answer says (`backend.spec_decode.heads.acceptance`), a tree along the path that
+does. N-grams are looked up in prompt and answer as far as it has come, by the default lengths; where none has occurred before,
+the step is a round of one token that drafts nothing. Mean acceptance length is tokens by rounds, the target's own token of each
+round included and the prefill's left out; what the end of an answer cuts off counts as not drafted. "no loops": without the
+rounds whose first token lies in a repetition loop (`backend.spec_decode.heads.loops`), which a small model's greedy output
+often ends in.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +31,7 @@ from backend.errors import ConfigError, EngineError
 from backend.metrics.environment import environment
 from backend.sampling_params import SamplingParams
 from backend.workload.targets import StreamEvent
-from benchmarks.acceptance_table import drafts_of
+from benchmarks.acceptance_table import drafts_of, measured_of
 
 if TYPE_CHECKING:
     from backend.models.sources import ModelSource
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 # Of MT-bench, which Spec-Bench takes as one task.
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 ALL = "all"
+NGRAM = "ngram"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,6 @@ def measure_head(
     from backend.spec_decode.draft_tree import DEFAULT_TREES, DraftTree
     from backend.spec_decode.heads.acceptance import Answered, Drafter, answer_rounds
     from backend.spec_decode.heads.head_file import load_head
-    from backend.spec_decode.heads.loops import in_loop
     from backend.spec_decode.heads.target import target_fingerprint
 
     loaded = load_head(folder, target.config, target_fingerprint(source), dtype=target.dtype, device=target.device)
@@ -109,6 +111,70 @@ def measure_head(
     num_steps = tree.depth
     sequences = [Answered(ids, [(first, len(ids))]) for ids, first in answered]
     rounds = answer_rounds(drafter, sequences, tree, options.batch_tokens)
+    return {
+        "kind": loaded.config.kind,
+        "num_speculative_tokens": num_steps,
+        "num_nodes": tree.num_drafted if options.tree else None,
+        "draft_vocab_size": loaded.config.draft_vocab_size,
+        "training": dict(loaded.config.training),
+        "by_category": _by_category(questions, answered, rounds, num_steps),
+    }
+
+
+def measure_ngram(
+    questions: Sequence[Question], answered: Sequence[tuple[list[int], int]], num_steps: int
+) -> dict[str, Any]:
+    settings = EngineConfig().speculative
+    lengths = settings.ngram_min, settings.ngram_max
+    rounds = [list(ngram_rounds(ids, first, num_steps, lengths)) for ids, first in answered]
+    return {
+        "kind": NGRAM,
+        "num_speculative_tokens": num_steps,
+        "ngram_min": lengths[0],
+        "ngram_max": lengths[1],
+        "by_category": _by_category(questions, answered, rounds, num_steps),
+    }
+
+
+def ngram_rounds(token_ids: Sequence[int], first: int, num_steps: int, lengths: tuple[int, int]) -> Iterator[Round]:
+    """The rounds of an answer, whose first token is the prefill's; those that draft nothing among them.
+
+    Args:
+        token_ids: prompt and answer.
+        first: position of the answer's first token.
+        num_steps: tokens of a draft.
+        lengths: of the shortest and the longest n-gram that is looked up.
+    """
+    from backend.spec_decode.heads.acceptance import Round
+    from backend.spec_decode.ngram import NgramIndex
+
+    position = first + 1
+    index = NgramIndex(token_ids[:position], *lengths)
+    while position < len(token_ids):
+        left = token_ids[position:]
+        draft = index.continuation(num_steps)[: len(left)]
+        num_accepted = 0
+        while num_accepted < len(draft) and draft[num_accepted] == left[num_accepted]:
+            num_accepted += 1
+        num_tokens = min(num_accepted + 1, len(left))
+        yield Round(position, len(draft), num_accepted, num_tokens)
+        index.extend(left[:num_tokens])
+        position += num_tokens
+
+
+def _by_category(
+    questions: Sequence[Question],
+    answered: Sequence[tuple[list[int], int]],
+    rounds: Sequence[Sequence[Round]],
+    num_steps: int,
+) -> dict[str, dict[str, Any]]:
+    """In the order in which categories come, all together last.
+
+    Args:
+        rounds: of each question.
+    """
+    from backend.spec_decode.heads.loops import in_loop
+
     whole: dict[str, list[Round]] = {}
     no_loops: dict[str, list[Round]] = {}
     for question, (ids, first), of_one in zip(questions, answered, rounds, strict=True):
@@ -117,16 +183,17 @@ def measure_head(
             whole.setdefault(name, []).extend(of_one)
             no_loops.setdefault(name, []).extend(each for each in of_one if not looping[each.position - first])
     return {
-        "kind": loaded.config.kind,
-        "num_speculative_tokens": num_steps,
-        "num_nodes": tree.num_drafted if options.tree else None,
-        "draft_vocab_size": loaded.config.draft_vocab_size,
-        "training": dict(loaded.config.training),
-        "by_category": {
-            name: {"whole": _summary(whole[name], num_steps), "no_loops": _summary(no_loops[name], num_steps)}
-            for name in sorted(whole, key=lambda name: name == ALL)  # as they come, all together last
-        },
+        name: {
+            "whole": _summary(whole[name], num_steps),
+            "no_loops": _summary(no_loops[name], num_steps),
+            "share_drafted": _share_drafted(whole[name]),
+        }
+        for name in sorted(whole, key=lambda name: name == ALL)
     }
+
+
+def _share_drafted(rounds: Sequence[Round]) -> float | None:
+    return sum(each.num_drafted > 0 for each in rounds) / len(rounds) if rounds else None
 
 
 def _summary(rounds: Sequence[Round], num_steps: int) -> dict[str, Any] | None:
@@ -136,15 +203,15 @@ def _summary(rounds: Sequence[Round], num_steps: int) -> dict[str, Any] | None:
     return asdict(found) if found else None
 
 
-def text_table(heads: Mapping[str, Mapping[str, Any]]) -> str:
+def text_table(measured: Mapping[str, Mapping[str, Any]]) -> str:
     lines = []
-    for folder, head in heads.items():
-        lines.append(f"{folder}: {head['kind']}, {drafts_of(head)}")
+    for name, one in measured.items():
+        lines.append(f"{name}: {one['kind']}, {drafts_of(one)}")
         lines.append(f"  {'category':<16}{'rounds':>8}{'length':>8}{'no loops':>10}  by position")
-        for name, of in head["by_category"].items():
+        for category, of in one["by_category"].items():
             whole, no_loops = of["whole"], of["no_loops"]
             lines.append(
-                f"  {name:<16}{whole['num_rounds'] if whole else 0:>8,}{_number(whole):>8}{_number(no_loops):>10}"
+                f"  {category:<16}{whole['num_rounds'] if whole else 0:>8,}{_number(whole):>8}{_number(no_loops):>10}"
                 f"  {_shares(whole['by_position'] if whole else ())}"
             )
     return "\n".join(lines)
@@ -165,7 +232,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--prompts", type=Path, required=True, help="Spec-Bench's question.jsonl")
-    parser.add_argument("--head", type=Path, action="append", required=True, help="a head's folder; repeatable")
+    parser.add_argument("--head", type=Path, action="append", default=[], help="a head's folder; repeatable")
+    parser.add_argument(
+        "--proposer",
+        action="append",
+        choices=(NGRAM,),
+        default=[],
+        help="what drafts without a head; chains, repeatable",
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the target")
     parser.add_argument(
         "--num-speculative-tokens", type=int, default=5, help="a Medusa drafts one for each head at most"
@@ -176,6 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-tokens", type=int, default=16384, help="of answers that are run side by side")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args(arguments)
+    if not options.head and not options.proposer:
+        parser.error("there is nothing to measure: give a --head or a --proposer")
 
     configure_cpu_environment()
     import torch
@@ -189,12 +265,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source = ensure_model(options.model, lambda *progress: None)
     answered = answer(options, questions)
     print(f"{len(answered)} questions answered", file=sys.stderr, flush=True)
-    target = DenseTarget.load(source, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    heads = {
-        folder.resolve().name: measure_head(folder, source, target, questions, answered, options)
-        for folder in options.head
+    heads = {}
+    if options.head:
+        target = DenseTarget.load(source, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        heads = {
+            folder.resolve().name: measure_head(folder, source, target, questions, answered, options)
+            for folder in options.head
+        }
+    num_steps = options.num_speculative_tokens
+    measured = {
+        "heads": heads,
+        "proposers": {name: measure_ngram(questions, answered, num_steps) for name in options.proposer},
     }
-    print(text_table(heads))
+    print(text_table(measured_of(measured)))
     if options.output:
         result = {
             "benchmark": "speculation_acceptance",
@@ -205,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             },
             "num_questions": len(questions),
             "environment": environment(),
-            "heads": heads,
+            **measured,
         }
         options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

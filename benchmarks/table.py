@@ -9,7 +9,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import acceptance_table, aims, quality_table, quantized_table, speculation_table, stored
+from benchmarks import (
+    acceptance_table,
+    aims,
+    quality_table,
+    quantized_table,
+    recording_table,
+    speculation_table,
+    stored,
+)
 from benchmarks.figures import peer_share
 from benchmarks.grid import markdown_lines, text_lines
 from benchmarks.heading import machine_line
@@ -35,11 +43,12 @@ def markdown(results: Iterable[Result]) -> str:
 
 
 def performance(folder: Path = RESULTS) -> str:
-    """The README's section: all stored results of cards, benchmark by benchmark."""
+    """The README's section: all stored results, benchmark by benchmark."""
     others = (
         quantized_table.markdown(quantized_table.load_results(folder)),
         acceptance_table.markdown(acceptance_table.load_results(folder)),
         speculation_table.markdown(speculation_table.load_results(folder)),
+        recording_table.markdown(recording_table.load_results(folder)),
     )
     return "\n\n".join([markdown(load_results(folder)), *filter(None, others)])
 

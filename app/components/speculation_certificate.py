@@ -8,7 +8,7 @@ import pandas as pd
 import streamlit as st
 
 from app import formatting
-from app.certificate_texts import figures
+from app.certificate_texts import EXCUSED_HEADERS, excused_rows, figures
 from app.components import activity, links, live_panel, notes, run_actions
 from app.components.run_table import certificate_text
 from app.components.speculation_pick import CERTIFICATE, method_of
@@ -175,6 +175,14 @@ def _certificate(services: Services, run: Run, is_alike: bool | None) -> None:
         for reason in verdict.reasons:
             st.markdown(f"- {notes.plain(reason)}")
         st.table(pd.DataFrame(figures(verdict), columns=["Figure", "Value"]).set_index("Figure"))
+        if excused := excused_rows(verdict):
+            st.caption("Greedy tokens that differ and are excused: the order of sums may turn logits so close around.")
+            st.dataframe(
+                pd.DataFrame(excused, columns=EXCUSED_HEADERS),
+                hide_index=True,
+                lazy=False,
+                key="speculation-certificate-excused",
+            )
     notes.show(run.notices)
     with st.expander("Name and notes", icon=":material/edit:"):
         run_actions.label_and_notes(services, run)

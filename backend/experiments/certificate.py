@@ -1,9 +1,11 @@
 """The certificate: whether speculation gives what plain decoding gives, on this model, with this proposer and these settings.
 
-Greedy: the same tokens, prompt by prompt. Where reduction orders may depend on the batch, a first divergence is excused if the
-two best logits lie closer than a stated bound; it is listed with its gap. Sampled: samples of a few prompts by both, with seeds
-of their own, are tested for one joint distribution of three tokens. Those are output positions 1 to 3: the first token comes out
-of the prompt and is never drafted, the three behind it come from rounds, accepted, recovered and bonus alike.
+Greedy: the same tokens, prompt by prompt. Where reduction orders may depend on the batch, a divergence is excused if the logits
+of both tokens lie closer to the best one than a stated bound; it is listed with both tokens and their gap, and the rest of the
+answer is held against plain decoding behind the same text (`backend.experiments.certificate_greedy`). Sampled: samples of a few
+prompts by both, with seeds of their own, are tested for one joint distribution of three tokens. Those are output positions 1 to
+3: the first token comes out of the prompt and is never drafted, the three behind it come from rounds, accepted, recovered and
+bonus alike.
 
 An engine that speculates on none of those tokens has shown nothing, nor have samples too few to differ: such a certificate is
 inconclusive. No torch.
@@ -20,14 +22,22 @@ from typing import Any, Literal
 
 from backend.errors import ConfigError, DatabaseError
 from backend.experiments.certificate_config import CertificateConfig
+from backend.experiments.certificate_greedy import (
+    NO_TOKEN,
+    Answer,
+    Divergence,
+    Greedy,
+    Teacher,
+    compare_greedy,
+    token_name,
+)
 from backend.experiments.homogeneity import Homogeneity, compare_samples
 from backend.sampling_params import MAX_SAMPLES, SamplingParams
 
 CHUNK_KIND = "certificate"  # of the ledger chunk that holds a verdict
 NUM_TOKENS = 3
 FIRST = 1  # output position of the first of them
-NO_TOKEN = -1  # behind the end of a text
-_VERSION = 1
+_VERSION = 2
 
 Result = Literal["exact", "rejected", "inconclusive"]
 
@@ -40,34 +50,8 @@ class Question:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    token_ids: tuple[int, ...]
-    origins: tuple[str, ...]  # of each token: "accepted", "recovered", "bonus" or "plain"
-
-
 # Questions -> an answer for each, or for each sample of each, in their order.
 Decoder = Callable[[Sequence[Question]], list[Answer]]
-# Tokens of a prompt and an answer so far -> the difference of the two best logits behind them.
-LogitGap = Callable[[Sequence[int]], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Greedy:
-    """One prompt decoded greedily by both.
-
-    Attributes:
-        num_tokens: of the plain answer.
-        divergence: output position of the first difference; None: there is none.
-        logit_gap: of plain decoding there.
-        excused: the gap is below the bound.
-    """
-
-    prompt: int
-    num_tokens: int
-    divergence: int | None = None
-    logit_gap: float | None = None
-    excused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +78,7 @@ class Verdict:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
         """The inverse of `to_dict`."""
-        greedy = [Greedy(**each) for each in data["greedy"]]
+        greedy = [Greedy.from_dict(each) for each in data["greedy"]]
         return cls(**{**data, "greedy": greedy, "sampled": Homogeneity(**data["sampled"])})
 
     def encode(self) -> bytes:
@@ -107,6 +91,10 @@ def read_verdict(data: bytes) -> Verdict:
     try:
         document = json.loads(zlib.decompress(data))
         version = document["version"]
+        if version == 1:
+            verdict = document["verdict"]
+            greedy = [asdict(Greedy.from_version_1(each)) for each in verdict["greedy"]]
+            return Verdict.from_dict({**verdict, "greedy": greedy})
         if version == _VERSION:
             return Verdict.from_dict(document["verdict"])
     except (zlib.error, ValueError, TypeError, KeyError) as error:
@@ -120,14 +108,14 @@ def certify(
     *,
     plain: Decoder,
     speculative: Decoder,
-    logit_gap: LogitGap,
+    teacher: Teacher,
     logit_gap_bound: float | None,
 ) -> Verdict:
-    """Ask both decoders and compare: `speculative` once, `plain` once, then `logit_gap` at divergences.
+    """Ask both decoders and compare: `speculative` once, `plain` once, then `teacher` where greedy answers diverge.
 
     Args:
         prompts: the first `config.num_sampled_prompts` of them, or as many as there are, are sampled.
-        logit_gap_bound: None: no divergence is excused, and `logit_gap` is only told.
+        logit_gap_bound: None: no divergence is excused, and gaps are only told.
     Raises:
         ConfigError: there is no prompt, or too few samples for each.
     """
@@ -143,7 +131,7 @@ def certify(
         for half, decoder in enumerate((speculative, plain))
     )
     greedy = [
-        _compare_greedy(index, prompt, answers[index], other_answers[index], logit_gap, logit_gap_bound)
+        compare_greedy(index, prompt, answers[index], other_answers[index], teacher, logit_gap_bound)
         for index, prompt in enumerate(prompts)
     ]
     samples = [[_window(answer.token_ids) for answer in each[len(prompts) :]] for each in (answers, other_answers)]
@@ -156,17 +144,23 @@ def certify(
     compared = Counter(
         origin for answer in other_answers[len(prompts) :] for origin in answer.origins[FIRST : FIRST + NUM_TOKENS]
     )
-    reasons = [
-        f"prompt {each.prompt}: greedy tokens differ from output position {each.divergence} on, where the two best logits lie "
-        f"{each.logit_gap:.3g} apart"
-        for each in greedy
-        if each.divergence is not None and not each.excused
-    ]
+    reasons = [_greedy_reason(each.prompt, each.error) for each in greedy if each.error is not None]
     reasons += [f"sampled tokens: {reason}" for reason in homogeneity.rejections]
     result: Result = "rejected" if reasons else "exact"
     if not reasons and (reasons := _untested(other_answers[: len(prompts)], compared, homogeneity)):
         result = "inconclusive"
     return Verdict(result, reasons, greedy, logit_gap_bound, homogeneity, dict(origins), dict(compared))
+
+
+def _greedy_reason(prompt: int, error: Divergence) -> str:
+    if error.logit_gap is None:
+        which = "plain decoding" if error.plain_token_id is None else "speculation"
+        return f"prompt {prompt}: the greedy answer of {which} breaks off at output position {error.position}"
+    plain, token = (token_name(each) for each in (error.plain_token_id, error.token_id))
+    return (
+        f"prompt {prompt}: at output position {error.position} the greedy choice is {token}, of plain decoding {plain}; their "
+        f"logits lie up to {error.logit_gap:.3g} below the best one"
+    )
 
 
 def _untested(greedy: Sequence[Answer], compared: Mapping[str, int], homogeneity: Homogeneity) -> list[str]:
@@ -206,16 +200,3 @@ def _sample_questions(
 def _window(token_ids: Sequence[int]) -> tuple[int, ...]:
     window = tuple(token_ids[FIRST : FIRST + NUM_TOKENS])
     return window + (NO_TOKEN,) * (NUM_TOKENS - len(window))
-
-
-def _compare_greedy(
-    index: int, prompt: tuple[int, ...], plain: Answer, other: Answer, logit_gap: LogitGap, bound: float | None
-) -> Greedy:
-    num_tokens = len(plain.token_ids)
-    if plain.token_ids == other.token_ids:
-        return Greedy(index, num_tokens)
-    pairs = zip(plain.token_ids, other.token_ids, strict=False)
-    shorter = min(num_tokens, len(other.token_ids))
-    divergence = next((place for place, (a, b) in enumerate(pairs) if a != b), shorter)
-    gap = logit_gap((*prompt, *plain.token_ids[:divergence]))
-    return Greedy(index, num_tokens, divergence, gap, bound is not None and gap < bound)

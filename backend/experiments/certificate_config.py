@@ -10,7 +10,8 @@ from backend.errors import ConfigError
 from backend.sampling_params import SamplingParams
 from backend.settings import Settings
 
-# Chosen by experiment: at this size each of the three faults of the tests is found in 99 of 100 trials or more.
+# Chosen by experiment on a sampler over eight tokens with three faults built in, each of which is found at this size in 99 of 100
+# trials or more. That is no measure of what so many samples find in another model.
 DEFAULT_NUM_SAMPLES = 4096
 # Short, and going on in more ways than one: n-grams are found in them, and sampled tokens keep to them or do not. The first two
 # are sampled.

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from backend.config import EngineConfig
 from backend.errors import ConfigError, EngineError
-from backend.experiments.certificate import CHUNK_KIND, Answer, Question, Verdict, certify
+from backend.experiments.certificate import CHUNK_KIND, Question, Verdict, certify
 from backend.experiments.certificate_config import DEFAULT_NUM_SAMPLES, DEFAULT_PROMPTS, CertificateConfig
-from backend.experiments.text_pass import TextModel, load_text_model
+from backend.experiments.certificate_greedy import Answer, Choice
+from backend.experiments.certificate_teacher import LOGIT_GAP_BOUNDS, PlainTeacher
 from backend.metrics.environment import environment
 from backend.metrics.stats import Phase, RunEnd, RunStart, StatsSink
 from backend.models.sources import ensure_model, resolve_source
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from backend.engine.loading import LoadedEngine
 
 MAX_PROMPTS = 1000
-# Below which a difference of the two best logits may be turned around by the order of sums.
-LOGIT_GAP_BOUNDS = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.5}
 
 
 class _Cancelled(Exception):
@@ -102,6 +101,7 @@ def answer_questions(
     waiting = deque(enumerate(questions))
     token_ids: dict[str, list[int]] = {}
     origins: dict[str, list[str]] = {}
+    stopped: set[str] = set()
     num_open = num_answers = 0
     while num_open or waiting:
         while waiting and (max_requests is None or num_open < max_requests):
@@ -118,28 +118,13 @@ def answer_questions(
             if event.finish_reason is not None:
                 if event.finish_reason not in ("stop", "length"):
                     raise EngineError(event.error or f"a request ended by {event.finish_reason}")
+                if event.finish_reason == "stop":
+                    stopped.add(request_id)
                 num_open, num_answers = num_open - 1, num_answers + 1
         on_step(num_answers)
-    return [Answer(tuple(ids), tuple(origins[request_id])) for request_id, ids in token_ids.items()]
-
-
-class LogitGaps:
-    """The difference of the two best logits behind a text, by the plain engine's model; it is loaded when first asked."""
-
-    def __init__(self, config: CertificateConfig) -> None:
-        self._config = config
-        self._model: TextModel | None = None
-
-    def __call__(self, token_ids: Sequence[int]) -> float:
-        """Raises as `load_text_model`."""
-        import torch
-
-        if self._model is None:
-            self._model = load_text_model(resolve_source(self._config.model), self._config.plain_engine)
-        with torch.inference_mode():
-            hidden = self._model.run(token_ids, self._model.allocate(len(token_ids)))
-            best, second = self._model.decoder.compute_logits(hidden[-1:])[0].float().topk(2).values.tolist()
-        return best - second
+    return [
+        Answer(tuple(ids), tuple(origins[request_id]), request_id in stopped) for request_id, ids in token_ids.items()
+    ]
 
 
 @dataclass(slots=True)
@@ -157,13 +142,14 @@ class _Lab:
         source = ensure_model(config.model, self._on_pull)
         tokenizer = load_tokenizer(source)
         prompts = [tuple(tokenizer.encode(prompt)) for prompt in read_prompts(config)]
+        teacher = PlainTeacher(config, tokenizer.eos_token_ids)
         dtype = engine.resolve(device=choose_device(engine), max_model_len=2**31 - 1).model.dtype
         return certify(
             config,
             prompts,
             speculative=lambda questions: self._answer("speculative", engine, questions),
             plain=lambda questions: self._answer("plain", config.plain_engine, questions),
-            logit_gap=LogitGaps(config),
+            teacher=lambda text, token_ids: self._judge(teacher, text, token_ids),
             logit_gap_bound=None if engine.kernels.batch_invariant else LOGIT_GAP_BOUNDS[dtype],
         )
 
@@ -186,6 +172,10 @@ class _Lab:
             loaded.engine.executor.shutdown()
             del loaded
             gc.collect()
+
+    def _judge(self, teacher: PlainTeacher, text: Sequence[int], token_ids: Sequence[int]) -> list[Choice]:
+        self._say(Phase("comparing answers"))
+        return teacher(text, token_ids)
 
     def _start(self, loaded: LoadedEngine) -> None:
         info = loaded.info
@@ -211,8 +201,8 @@ class _Lab:
             return notices
         return (
             *notices,
-            f"{self.config.num_samples:,} samples are fewer than the {DEFAULT_NUM_SAMPLES:,} that show known faults 99 times "
-            "out of 100; one may go unnoticed.",
+            f"{self.config.num_samples:,} samples are fewer than the default of {DEFAULT_NUM_SAMPLES:,}: fewer find less. What a "
+            "number of samples finds was measured on a sampler over eight tokens only, not on this model.",
         )
 
     def _on_pull(self, what: str, done: float, total: float, unit: str) -> None:

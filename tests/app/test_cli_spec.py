@@ -21,7 +21,7 @@ from backend.metrics.stats import RunEnd
 from db.recorder import RunRecorder
 from tests.app.pages import page, words
 from tests.app.stored_runs import FakeServices, add_run
-from tests.experiments.test_certificate import NGRAM, PROMPTS, Fake, probs
+from tests.experiments.test_certificate import NGRAM, PROMPTS, Diverging, Fake, near_ties, probs, teach
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -50,7 +50,24 @@ def arguments(tmp_path: Path) -> list[str]:
 def make_verdict(bias: float = 0.0) -> Verdict:
     config = CertificateConfig.from_dict({"engine": NGRAM.to_dict(), "num_samples": 1000})
     decoders = {"plain": Fake(probs()), "speculative": Fake(probs(bias=bias), "accepted")}
-    return certify(config, PROMPTS, **decoders, logit_gap=lambda token_ids: 1.0, logit_gap_bound=1e-3)
+    return certify(config, PROMPTS, **decoders, teacher=teach(probs()), logit_gap_bound=1e-3)
+
+
+def make_excused_verdict() -> Verdict:
+    """Two greedy tokens of the second prompt differ, and are excused."""
+    table = near_ties(5e-4)
+    config = CertificateConfig.from_dict({"engine": NGRAM.to_dict(), "num_samples": 1000, "max_tokens": 9})
+    decoders = {"plain": Fake(table), "speculative": Diverging(table, "accepted", ranks={4: 1, 6: 1})}
+    return certify(config, PROMPTS, **decoders, teacher=teach(table), logit_gap_bound=1e-3)
+
+
+def excused_lines(verdict: Verdict) -> list[list[str]]:
+    """As a reader has them: prompt, position, both tokens, and how far apart."""
+    lines = [
+        ["1", str(each.position), str(each.plain_token_id), str(each.token_id)]
+        for each in verdict.greedy[1].divergences
+    ]
+    return [[*line, "0.0005"] for line in lines]
 
 
 def add_certificate(services: Services, data: bytes | None, status: str = "finished", error: str | None = None) -> int:
@@ -98,6 +115,26 @@ def test_the_exit_code_is_the_verdict(
     found, out, _ = cli(*arguments, "--no-store", "--json")
     document = json.loads(out)
     assert (found, document["run_id"], document["verdict"]) == (code, None, verdict.to_dict())
+
+
+def test_excused_differences_are_listed_one_a_line(
+    cli: Cli, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = make_excused_verdict()
+    assert (verdict.result, len(verdict.greedy[1].divergences)) == ("exact", 2)
+    monkeypatch.setattr(certificate_lab, "certify", lambda *inputs, **others: verdict)
+    code, out, _ = cli(*arguments)
+    assert (code, out.splitlines()[-1]) == (0, "exact")
+    for shown in (out, cli("runs", "show", "1")[1]):
+        lines = [line.split() for line in shown.splitlines()]
+        assert [line for line in lines if line[-1:] == ["0.0005"]] == excused_lines(verdict)
+        assert re.search(r"^greedy tokens checked +27 of 27$", shown, re.MULTILINE)
+        assert re.search(r"^of these, from a difference on, teacher forced +5$", shown, re.MULTILINE)
+    (_, greedy, _) = json.loads(cli("runs", "show", "1", "--json")[1])["verdict"]["greedy"]
+    assert [each["position"] for each in greedy["divergences"]] == [4, 6]
+    # Where there is none there is no list.
+    monkeypatch.setattr(certificate_lab, "certify", lambda *inputs, **others: make_verdict())
+    assert "are excused:" not in cli(*arguments, "--no-store")[1]
 
 
 @pytest.mark.parametrize(

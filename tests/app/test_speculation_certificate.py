@@ -18,13 +18,14 @@ from db.recorder import RunRecorder
 from tests.app.pages import page, press, tick, words
 from tests.app.speculation_runs import NGRAM, add_plain_run, add_speculation_run
 from tests.app.stored_runs import FakeServices
-from tests.experiments.test_certificate import PROMPTS, Fake, probs
+from tests.app.test_cli_spec import excused_lines, make_excused_verdict
+from tests.experiments.test_certificate import PROMPTS, Fake, probs, teach
 
 
 def make_verdict(bias: float = 0.0) -> Verdict:
     config = CertificateConfig.from_dict({"engine": {"speculative": {"method": "ngram"}}, "num_samples": 1000})
     decoders = {"plain": Fake(probs()), "speculative": Fake(probs(bias=bias), "accepted")}
-    return certify(config, PROMPTS, **decoders, logit_gap=lambda token_ids: 1.0, logit_gap_bound=1e-3)
+    return certify(config, PROMPTS, **decoders, teacher=teach(probs()), logit_gap_bound=1e-3)
 
 
 def add_certificate(services: Services, settings: dict[str, Any], verdict: Verdict, label: str | None = None) -> int:
@@ -70,6 +71,18 @@ def test_the_latest_certificate_with_the_runs_settings_is_shown(services: FakeSe
     assert app.query_params["certificate"] == str(newest)
     assert "Its settings are not those of the run above" in words(app)
     assert "sampled tokens: χ² = " in words(app)
+
+
+def test_excused_differences_are_listed(services: FakeServices, exact: Verdict) -> None:
+    excused = make_excused_verdict()
+    ids = [add_certificate(services, NGRAM, verdict) for verdict in (excused, exact)]
+    app = page("speculation", view="Certificate", certificate=str(ids[0]))
+    listed = app.dataframe[0].value
+    assert list(listed) == ["Prompt", "Output position", "Plain", "Speculation", "Logits below the best"]
+    assert listed.to_numpy().tolist() == excused_lines(excused)
+    assert "27 of 27" in app.table[0].value.to_string()
+    app = page("speculation", view="Certificate", certificate=str(ids[1]))
+    assert "Plain" not in app.dataframe[0].value
 
 
 def test_the_button_starts_one_with_the_runs_settings(services: FakeServices) -> None:

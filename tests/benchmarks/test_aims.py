@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.aims import LARGE, SMALL, missed
+from benchmarks.aims import LARGE, SMALL, missed, missed_speculation
 from benchmarks.figures import Figure, Unit
 
 
@@ -31,3 +31,21 @@ def test_what_falls_short_is_named_with_its_aim() -> None:
 def test_what_was_not_measured_or_has_no_peer_is_not_short() -> None:
     failed = asdict(Figure(LARGE, "mix 256", "tok/s", error="EngineError: out of memory"))
     assert missed([failed, figure(LARGE, "decode 8", "tok/s", 1.0), figure("dummy:x", "mix 256", "tok/s", 1.0)]) == []
+
+
+def test_without_a_card_speculation_aims_at_texts_to_copy_only() -> None:
+    row = {"requests": 1, "of_predicted": 0.5, "whole_drafts": {"num_tokens": 6, "verify_cost": 3.0}}
+    rows = [
+        row | {"method": "plain"},
+        row | {"method": "ngram", "speedup": 1.19},
+        row | {"method": "ngram", "requests": 16, "speedup": 0.5},
+        row | {"method": "eagle", "speedup": 0.5},
+    ]
+    result = {"card": None, "options": {"copying": True}, "results": rows}
+    assert missed_speculation(result) == ["ngram at 1 requests, 1.19 × plain decoding instead of 1.2 ×"]
+    rows[1]["speedup"] = 1.2
+    assert missed_speculation(result) == []
+    rows[1]["speedup"] = 0.5
+    assert missed_speculation(result | {"options": {"copying": False}}) == []
+    on_a_card = missed_speculation(result | {"card": "NVIDIA H200"})
+    assert "ngram at 1 requests, 0.50 × plain decoding instead of 2.0 ×" in on_a_card

@@ -12,6 +12,7 @@ from backend.models.sources import resolve_source
 from backend.spec_decode.draft_tree import DEFAULT_TREES
 from backend.spec_decode.heads.head_config import HeadConfig
 from backend.spec_decode.heads.head_file import save_head
+from backend.spec_decode.heads.loops import in_loop
 from backend.spec_decode.heads.medusa import MedusaHeads
 from backend.spec_decode.heads.target import target_fingerprint
 from backend.tokenizer import load_tokenizer
@@ -110,3 +111,72 @@ def test_trees_follow_the_first_choices_of_the_heads(tmp_path: Path) -> None:
     assert "**Head head (medusa, trees of 31, 3 deep)" in table
     measured["by_category"]["all"]["whole"]["mean_length"] = 1.7
     assert "1.70 tokens of a round instead of 1.80" in acceptance_table.markdown([result])
+
+
+def naive_ngram_rounds(text: list[int], begin: int, num_steps: int) -> list[tuple[int, int, bool]]:
+    """Position, tokens, and whether there was a draft, of each round; the text is searched from its end each time."""
+    position, rounds = begin + 1, []
+    while position < len(text):
+        known, draft = text[:position], []
+        for n in (3, 2, 1):
+            ends = [end for end in range(n, position) if known[end - n : end] == known[position - n :]]
+            if ends:
+                draft = [known[ends[-1] + step % (position - ends[-1])] for step in range(num_steps)]
+                break
+        right = 0
+        while right < len(draft) and position + right < len(text) and draft[right] == text[position + right]:
+            right += 1
+        rounds.append((position, min(right + 1, len(text) - position), bool(draft)))
+        position += rounds[-1][1]
+    return rounds
+
+
+def test_ngrams_are_looked_up_in_what_is_known_by_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without any head, against a search of the whole text at every round."""
+    folder = make_tiny_llama(tmp_path / "target", eos_token_id=511)
+    questions, output = tmp_path / "questions.jsonl", tmp_path / "result.json"
+    questions.write_text("\n".join(json.dumps({"category": name, "turns": [text]}) for name, text in QUESTIONS))
+    arguments = ["--prompts", str(questions), "--model", str(folder), "--output-len", str(OUTPUT_LEN)]
+    main([*arguments, "--proposer", "ngram", "--num-speculative-tokens", "4", "-o", str(output)])
+    result = json.loads(output.read_text())
+    assert result["heads"] == {}
+    measured = result["proposers"]["ngram"]
+    assert (measured["kind"], measured["num_speculative_tokens"], measured["ngram_min"]) == ("ngram", 4, 1)
+    whole: dict[str, list[tuple[int, bool]]] = {}
+    no_loops: dict[str, list[int]] = {}
+    tokenizer = load_tokenizer(resolve_source(str(folder)))
+    for category, text in QUESTIONS:
+        prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
+        answer = dense_greedy(folder, prompt, OUTPUT_LEN)
+        looping = in_loop(answer)
+        for position, tokens, has_draft in naive_ngram_rounds(prompt + answer, len(prompt), 4):
+            for name in ("chat" if category in ("writing", "math") else category, "all"):
+                whole.setdefault(name, []).append((tokens, has_draft))
+                kept = no_loops.setdefault(name, [])
+                kept += [] if looping[position - len(prompt)] else [tokens]
+    assert measured["by_category"].keys() == whole.keys()
+    assert {1, 5} <= {tokens for tokens, _ in whole["all"]}, "drafts that are refused, and whole ones"
+    assert len({has_draft for _, has_draft in whole["all"]}) == 2, "and steps without a draft"
+    for name, rounds in whole.items():
+        of = measured["by_category"][name]
+        assert of["whole"]["num_rounds"] == len(rounds)
+        assert of["whole"]["mean_length"] == pytest.approx(sum(tokens for tokens, _ in rounds) / len(rounds))
+        assert of["share_drafted"] == pytest.approx(sum(has_draft for _, has_draft in rounds) / len(rounds))
+        left = no_loops[name]
+        assert (of["no_loops"] or {}).get("mean_length") == (pytest.approx(sum(left) / len(left)) if left else None)
+    assert "ngram: ngram, chains of 4" in capsys.readouterr().out
+    measured["by_category"]["rag"]["whole"]["mean_length"] = 1.4
+    table = acceptance_table.markdown([result])
+    assert "**N-grams of 1 to 3 tokens (chains of 4) on 4 first turns" in table
+    assert "Counted by simulation over the target's own greedy answers" in table
+    assert "Short of" not in table
+    measured["by_category"]["rag"]["whole"]["mean_length"] = 1.39
+    assert "Short of what it aims at: rag, 1.39 tokens of a round instead of 1.40." in acceptance_table.markdown(
+        [result]
+    )
+
+
+def test_a_run_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--prompts", "q"])
+    assert "give a --head or a --proposer" in capsys.readouterr().err

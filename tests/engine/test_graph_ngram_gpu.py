@@ -62,7 +62,7 @@ def test_tokens_are_the_dense_model_s_and_drafts_what_the_text_says(
         assert {key: answer.token_ids for key, answer in collected.items()} == expected
         check_drafts(PROMPTS, collected, rounds, overrides.get("speculative__ngram_min", 1))
         assert rounds
-    assert calls["repeat"] > 0
+    assert calls["repeat"] > 0 or overrides.get("speculative__adaptive")  # which drafts only as much as pays
 
 
 def test_rounds_follow_each_other_without_the_host(gpu_host: EngineHost, calls: Counter[str], tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from backend.errors import RequestError
 from backend.experiments import certificate_lab
 from backend.experiments.certificate import Question, Verdict, certify, read_verdict
 from backend.experiments.certificate_config import CertificateConfig
+from backend.experiments.certificate_greedy import NO_TOKEN, Answer, Choice, Greedy, compare_greedy
 from backend.experiments.certificate_lab import answer_questions, run_lab
+from backend.experiments.certificate_teacher import PlainTeacher
 from backend.metrics.stats import Phase, RunEnd, RunStart
 from backend.sample.rejection_sampler import RejectionSampler, VerifiedRound
 from backend.sampling_params import SamplingParams
-from tests.helpers import dense_logits, make_tiny_llama
+from tests.helpers import dense_greedy, dense_logits, make_tiny_llama
 
 ALWAYS = {"speculative.method": "ngram", "speculative.adaptive": False}
 NGRAM = EngineConfig().with_overrides(ALWAYS)
@@ -49,7 +51,7 @@ def certify_engines(plain: LLMEngine, speculative: LLMEngine, **settings: Any) -
         [prompt],
         plain=lambda questions: answer_questions(plain, questions),
         speculative=lambda questions: answer_questions(speculative, questions),
-        logit_gap=lambda token_ids: 1.0,
+        teacher=lambda text, token_ids: [Choice(NO_TOKEN, 1.0)] * len(token_ids),
         logit_gap_bound=1e-3,
     )
 
@@ -58,7 +60,7 @@ def test_an_engine_with_ngrams_is_certified(engines: tuple[LLMEngine, LLMEngine]
     verdict = certify_engines(*engines)
     assert (verdict.result, verdict.reasons) == ("exact", [])
     assert verdict.sampled_origins["recovered"] > 200
-    assert verdict.greedy[0].num_tokens == 12
+    assert verdict.greedy[0].num_checked == 12
 
 
 def test_an_engine_whose_sampler_accepts_everything_is_rejected(
@@ -158,7 +160,7 @@ def test_a_run_gives_its_verdict_as_a_chunk(small: CertificateConfig, monkeypatc
     assert verdict.logit_gap_bound == 1e-3
     assert (end.status, end.error is None) == ("finished", verdict.result == "exact")
     (start,) = sink.starts
-    assert start.notices[-1].startswith("64 samples are fewer than the 4,096 that show known faults")
+    assert start.notices[-1].startswith("64 samples are fewer than the default of 4,096")
     assert start.resolved_config["engine"]["speculative"]["method"] == "ngram"
     assert start.resolved_config["engine"]["scheduler"]["max_num_batched_tokens"] is not None
     assert list(dict.fromkeys(sink.phases))[-2:] == ["speculative decoding", "plain decoding"]
@@ -177,10 +179,46 @@ def test_a_run_can_be_cancelled_at_any_time(small: CertificateConfig, phase: str
     assert not sink.chunks
 
 
-def test_the_gap_of_two_logits_is_that_of_transformers(tmp_path: Path) -> None:
-    folder = make_tiny_llama(tmp_path / "model")
-    token_ids = [5, 300, 7, 258, 11]
-    config = CertificateConfig(model=str(folder), engine=NGRAM)
-    gap = certificate_lab.LogitGaps(config)(token_ids)
-    best, second = dense_logits(folder, token_ids)[-1].topk(2).values.tolist()
-    assert gap == pytest.approx(best - second, abs=1e-4)
+def test_the_teacher_says_what_transformers_says(tmp_path: Path) -> None:
+    """Of tokens behind a text, at the end of which one that ends texts; two tokens do, of which the likelier counts."""
+    folder = make_tiny_llama(tmp_path / "model", eos_token_id=511)
+    text, token_ids = [5, 300, 7, 258, 11], [17, 400, 3, 99]
+    logits = dense_logits(folder, text + token_ids)[len(text) - 1 :]
+    best = logits.max(dim=-1).values
+    teacher = PlainTeacher(CertificateConfig(model=str(folder), engine=NGRAM), frozenset({80}))
+    choices = teacher(text, [*token_ids, NO_TOKEN])
+    gaps = [float(best[row] - logits[row, token_id]) for row, token_id in enumerate(token_ids)]
+    gaps.append(float(best[4] - max(logits[4, 80], logits[4, 511])))
+    assert [choice.gap for choice in choices] == pytest.approx(gaps, abs=1e-4)
+    assert [choice.token_id for choice in choices] == logits.argmax(dim=-1).tolist()
+    # Where plain decoding would end itself.
+    ends = PlainTeacher(CertificateConfig(model=str(folder), engine=NGRAM), frozenset({int(logits[0].argmax())}))
+    assert ends(text, [NO_TOKEN]) == [Choice(NO_TOKEN, 0.0)]
+
+
+def test_all_tokens_behind_a_divergence_are_held_against_the_model(tmp_path: Path) -> None:
+    """An answer that parts from plain decoding at its second best token, and goes on as transformers does behind that."""
+    folder = make_tiny_llama(tmp_path / "model", eos_token_id=511)
+    prompt = (5, 300, 7, 258, 11)
+    whole = dense_greedy(folder, list(prompt), 70)
+    logits = dense_logits(folder, [*prompt, *whole[:2]])[-1]
+    second = int(logits.topk(2).indices[1])
+    gap = float(logits.max() - logits[second])
+    parted = [*whole[:2], second]
+    parted += dense_greedy(folder, [*prompt, *parted], 67)
+    assert len(whole) == len(parted) == 70, "no answer ends early"
+    teacher = PlainTeacher(CertificateConfig(model=str(folder), engine=NGRAM), frozenset())
+
+    def compare(token_ids: list[int]) -> Greedy:
+        plain, other = (Answer(tuple(ids), ("plain",) * 70) for ids in (whole, token_ids))
+        return compare_greedy(0, prompt, plain, other, teacher, 1.01 * gap)
+
+    found = compare(parted)
+    assert [astuple(each) for each in found.divergences] == [(2, whole[2], second, pytest.approx(gap, abs=1e-4), True)]
+    assert (found.num_checked, found.num_forced) == (70, 68)
+    worst = int(dense_logits(folder, [*prompt, *parted[:69]])[-1].argmin())
+    found = compare([*parted[:69], worst])
+    (excused, error) = found.divergences
+    assert (excused.excused, found.error) == (True, error)
+    assert (error.position, error.plain_token_id, error.token_id) == (69, parted[69], worst)
+    assert found.num_checked == 69
