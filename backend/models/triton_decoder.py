@@ -13,7 +13,6 @@ from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
 from backend.layers.linear import Linear
 from backend.layers.quantized_linear import QuantizedLinear
-from backend.layers.rms_norm import RMSNorm
 from backend.models.decoder import Decoder, DecoderLayer
 from backend.models.feature_taps import FeatureTaps
 from backend.models.quantized_products import add_gated_codes, gated_product, normed_product, queries
@@ -202,11 +201,12 @@ class TritonDecoder:
                 qkv = normed_product(residual, norm, module.qkv)
                 query = rotary_and_store(qkv, metadata.positions, *cache, module.head_counts[0], *scales)
         else:
+            hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
             weight, bias, code_grid, tiles = fused
-            hidden, square_sums, norm_weight = _with_norm(residual, norm, deferred, code_grid)
             if layer_cache.key_scales is None:
-                product = (square_sums, norm.eps, bias, code_grid, norm_weight)
-                query = norm_qkv_rotary_store(hidden, weight, metadata.positions, *cache, *product, tiles=tiles)
+                query = norm_qkv_rotary_store(
+                    hidden, weight, metadata.positions, *cache, square_sums, norm.eps, bias, code_grid, tiles=tiles
+                )
             else:
                 qkv = norm_linear(hidden, weight, square_sums, norm.eps, bias, tiles=tiles)[0]
                 query = rotary_and_store(qkv, metadata.positions, *cache, module.head_counts[0], *scales)
@@ -228,10 +228,9 @@ class TritonDecoder:
                     return None
                 gated = silu_and_mul(gate_up)
         else:
+            hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
             weight, bias, code_grid, tiles = fused
-            hidden, square_sums, norm_weight = _with_norm(residual, norm, deferred, code_grid)
-            product = (square_sums, norm.eps, bias, code_grid, norm_weight)
-            gated = norm_gated_linear(hidden, weight, *product, tiles=tiles)
+            gated = norm_gated_linear(hidden, weight, square_sums, norm.eps, bias, code_grid, tiles=tiles)
         return _add_product(residual, gated, layer.mlp.down, plan.down, next_norm_weight, places.output)
 
     def _plan(self, num_tokens: int) -> _Plan:
@@ -277,17 +276,6 @@ def _fused(linear: Linear | QuantizedLinear, tiles: Tiles | None, num_tokens: in
             return _Fused(packed.words, linear.bias, packed.code_grid, None)
         return None
     return None if tiles is None else _Fused(*_parameters(linear), None, tiles)
-
-
-def _with_norm(
-    residual: Tensor, norm: RMSNorm, deferred: DeferredNorm | None, code_grid: CodeGrid | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What a fused product takes for the norm of the stream before it: x, square_sums and norm_weight."""
-    if code_grid is not None:
-        return residual, None, norm.weight
-    if deferred is not None:
-        return deferred.scaled, deferred.square_sums, None
-    return rms_norm(residual, norm.weight, norm.eps), None, None
 
 
 def _add_product(

@@ -168,27 +168,17 @@ NO_CODES = (None, None, 0, 0, 0, 0, 0, 0)
 
 
 def check_fused_product(
-    x: Tensor,
-    weight: Tensor,
-    square_sums: Tensor | None,
-    bias: Tensor | None,
-    code_grid: CodeGrid | None,
-    norm_weight: Tensor | None,
+    x: Tensor, weight: Tensor, square_sums: Tensor | None, bias: Tensor | None, code_grid: CodeGrid | None
 ) -> CodeArguments | None:
     """`check_product`, or with a `code_grid` what it gives for a weight of codes.
 
-    Raises ValueError as `check_product` and `code_arguments`, where codes come with square_sums or for too many tokens, and where
-    a norm_weight comes without codes.
+    Raises ValueError as `check_product` and `code_arguments`, and where codes come with square_sums or for too many tokens.
     """
-    if norm_weight is not None:
-        if code_grid is None:
-            raise ValueError("norm_weight is given without a code_grid; expected None, a matrix takes square_sums")
-        check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype, x.device)
     if code_grid is None:
         check_product(x, weight, square_sums, bias)
         return None
     if square_sums is not None:
-        raise ValueError("square_sums are given with a code_grid; expected None, codes take a norm_weight")
+        raise ValueError("square_sums are given with a code_grid; expected None, codes take an x that is normed")
     code = code_arguments(x, weight, *code_grid, name="weight")
     if len(x) > MAX_FEW_TOKENS:
         raise ValueError(f"x has {len(x)} tokens; with a code_grid at most {MAX_FEW_TOKENS} are allowed")

@@ -13,9 +13,6 @@ most, which do lie together.
 
 Codes are multiplied with what stands above them, and that, the zero and the minimum are put right once a group: they are the
 same for all of its columns, and so a number of the row times the sum of x, which the matrix unit gives for a weight of ones.
-
-A norm before the product needs no kernel of its own: every program reads all of x, scales it as it comes, and divides by the
-root mean square at its end.
 """
 
 from __future__ import annotations
@@ -69,17 +66,6 @@ def _multiply(
 
 
 @triton.jit
-def _scale(xs, norm_weights, square_sums, PARTS: tl.constexpr, DTYPE: tl.constexpr):
-    """One chunk of each share times a norm's weights, loaded alike; its squares are added, float32 [t, token, share, tile]."""
-    scaled = ()
-    for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
-        x = xs[part].to(tl.float32)
-        square_sums += tl.sum(tl.sum(x * x, axis=5), axis=4)
-        scaled += ((x * norm_weights[part].to(tl.float32)).to(DTYPE),)
-    return scaled, square_sums
-
-
-@triton.jit
 def _per_output(numbers, SHARES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """[t, g, share, tile, r, 1] -> [SHARES, ROWS, COLUMNS]; t does not tell rows apart."""
     wide = numbers[:, :, :, :, :, :, None]  # token tile, two tokens
@@ -124,7 +110,6 @@ def _ones(words, PARTS: tl.constexpr, DTYPE: tl.constexpr, SHARES: tl.constexpr,
 @triton.jit
 def project_codes(
     x_ptr,
-    norm_weight_ptr,
     words_ptr,
     scales_ptr,
     origins_ptr,
@@ -142,8 +127,6 @@ def project_codes(
     stride_scales_group,
     stride_origins_row,
     stride_origins_group,
-    eps,
-    NORM: tl.constexpr,
     BITS: tl.constexpr,
     ORIGIN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -162,7 +145,6 @@ def project_codes(
 
     Args:
         x_ptr: what lies past `num_tokens` or `num_columns` counts as 0.
-        norm_weight_ptr, eps: with NORM, of an RMS norm that x lacks: x times the weight, [num_columns], is rounded to x's dtype.
         words_ptr: int32 [num_rows, num_chunks * 4 * BITS] in chunks of 128 columns; `num_columns` need not fill the last.
         scales_ptr, origins_ptr: [num_rows, num_groups], see ORIGIN of `kernels.ops.int_linear`.
         GROUP: columns of a group, a multiple of 32; 0 where there is only one.
@@ -211,10 +193,6 @@ def project_codes(
     x_token = first_token + token * 0 if BLOCK_M == 1 else token
     x_ptrs = x_ptr + x_token.to(tl.int64) * stride_x_token + column
     x_mask = x_token < num_tokens
-    # As many times as there are tokens: so they lie in the registers as x does.
-    norm_ptrs = norm_weight_ptr + token * 0 + column
-    norm_mask = token >= 0
-    square_sums = tl.zeros([4, 8, SHARES, COLUMNS // 8], dtype=tl.float32)
 
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     total = tl.zeros([SHARES, BLOCK_N, COLUMNS], dtype=tl.float32)
@@ -244,11 +222,6 @@ def project_codes(
     if ONCE:
         for turn in tl.static_range(AHEAD):  # pyright: ignore[reportGeneralTypeIssues]
             xs = load_x(x_ptrs, x_mask, column, num_columns, first_chunk, turn, end_chunk, PARTS, EVEN, BLOCK_M == 1)
-            if NORM:
-                weights = load_x(
-                    norm_ptrs, norm_mask, column, num_columns, first_chunk, turn, end_chunk, PARTS, EVEN, True
-                )
-                xs, square_sums = _scale(xs, weights, square_sums, PARTS, DTYPE)
             total = _multiply(total, loaded[turn], xs, magic, BITS, ORIGIN, PARTS, SHARES, BLOCK_N, COLUMNS, DTYPE)
     else:
         xs = ()
@@ -290,21 +263,12 @@ def project_codes(
                 )
                 chunk_now = loaded[0]  # pyright: ignore[reportGeneralTypeIssues]
                 x_now = xs[0]  # pyright: ignore[reportGeneralTypeIssues]
-                if NORM:
-                    weights = load_x(
-                        norm_ptrs, norm_mask, column, num_columns, first_chunk, now, end_chunk, PARTS, EVEN, True
-                    )
-                    x_now, square_sums = _scale(x_now, weights, square_sums, PARTS, DTYPE)
                 total = _multiply(total, chunk_now, x_now, magic, BITS, ORIGIN, PARTS, SHARES, BLOCK_N, COLUMNS, DTYPE)
                 loaded = loaded[1:]
                 loaded += (ahead,)
                 xs = xs[1:]
                 xs += (next_x,)
     sums = tl.sum(total, axis=0)
-    if NORM:
-        of_token = tl.sum(tl.sum(square_sums, axis=2), axis=0)  # [token, token tile]
-        mean_square = tl.reshape(tl.trans(of_token), [COLUMNS]) / num_columns
-        sums = sums / tl.sqrt(mean_square + eps)[None, :]
     if BLOCK_M == 1:
         sums = tl.sum(tl.where(tl.arange(0, COLUMNS)[None, :] == 0, sums, 0.0), axis=1)[:, None]
     return tl.trans(sums)

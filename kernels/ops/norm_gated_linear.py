@@ -39,7 +39,6 @@ def _norm_gated_linear_kernel(
     stride_scales_group,
     stride_origins_row,
     stride_origins_group,
-    norm_weight_ptr,
     BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -49,7 +48,6 @@ def _norm_gated_linear_kernel(
     SMALL: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
-    NORM: tl.constexpr,
     BITS: tl.constexpr,
     ORIGIN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -93,7 +91,6 @@ def _norm_gated_linear_kernel(
     if BITS > 0:
         total = project_codes(
             x_ptr,
-            norm_weight_ptr,
             weight_ptr,
             scales_ptr,
             origins_ptr,
@@ -111,8 +108,6 @@ def _norm_gated_linear_kernel(
             stride_scales_group,
             stride_origins_row,
             stride_origins_group,
-            eps,
-            NORM,
             BITS,
             ORIGIN,
             GROUP,
@@ -167,7 +162,6 @@ def norm_gated_linear(
     eps: float = 0.0,
     bias: Tensor | None = None,
     code_grid: CodeGrid | None = None,
-    norm_weight: Tensor | None = None,
     *,
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -185,15 +179,13 @@ def norm_gated_linear(
         bias: x.dtype [2 * I], stride (1,)
         code_grid: makes the weight one of codes, int32 as `CodeGrid` says, on its device; for at most 16 tokens, and without
             square_sums
-        norm_weight: x.dtype [K], stride (1,): with a code_grid, of an RMS norm that x lacks altogether: x times it is rounded to
-            x.dtype, and rms is that of x; None where x is normed
         tiles: how to cut the product; by default chosen from the sizes. With codes as for few tokens of `int_linear`
     Returns:
         x.dtype [num_tokens, I], contiguous. Nothing is mutated.
     Raises:
         ValueError: a shape, dtype, device or stride is not as above.
     """
-    code = check_fused_product(x, weight, square_sums, bias, code_grid, norm_weight)
+    code = check_fused_product(x, weight, square_sums, bias, code_grid)
     num_tokens, num_columns = x.shape
     num_rows = weight.shape[0]
     if num_rows % 2:
@@ -220,9 +212,7 @@ def norm_gated_linear(
         weight.stride(0),
         launch.stride_square_sums_token,
         *codes,
-        x if norm_weight is None else norm_weight,
         BIAS=bias is not None,
-        NORM=norm_weight is not None,
         **launch.options,
     )
     return output

@@ -54,7 +54,6 @@ def _norm_qkv_rotary_store_kernel(
     stride_scales_group,
     stride_origins_row,
     stride_origins_group,
-    norm_weight_ptr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -68,7 +67,6 @@ def _norm_qkv_rotary_store_kernel(
     SMALL: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
-    NORM: tl.constexpr,
     BITS: tl.constexpr,
     ORIGIN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -125,7 +123,6 @@ def _norm_qkv_rotary_store_kernel(
     if BITS > 0:
         total = project_codes(
             x_ptr,
-            norm_weight_ptr,
             weight_ptr,
             scales_ptr,
             origins_ptr,
@@ -143,8 +140,6 @@ def _norm_qkv_rotary_store_kernel(
             stride_scales_group,
             stride_origins_row,
             stride_origins_group,
-            eps,
-            NORM,
             BITS,
             ORIGIN,
             GROUP,
@@ -228,7 +223,6 @@ def norm_qkv_rotary_store(
     eps: float = 0.0,
     bias: Tensor | None = None,
     code_grid: CodeGrid | None = None,
-    norm_weight: Tensor | None = None,
     *,
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -252,8 +246,6 @@ def norm_qkv_rotary_store(
         bias: x.dtype [(num_heads + 2 * num_kv_heads) * head_dim], stride (1,)
         code_grid: makes the weight one of codes, int32 as `CodeGrid` says, on its device; for at most 16 tokens, and without
             square_sums
-        norm_weight: x.dtype [K], stride (1,): with a code_grid, of an RMS norm that x lacks altogether: x times it is rounded to
-            x.dtype, and rms is that of x; None where x is normed
         tiles: how to cut the product; by default chosen from the sizes. With codes as for few tokens of `int_linear`
     Returns:
         x.dtype [num_tokens, num_heads, head_dim], contiguous: the rotated queries.
@@ -261,7 +253,7 @@ def norm_qkv_rotary_store(
         ValueError: a shape, dtype, device or stride is not as above, head_dim is odd, or the weight's rows are not a
             number of heads that leaves any for the queries. Values on the device are not read.
     """
-    code = check_fused_product(x, weight, square_sums, bias, code_grid, norm_weight)
+    code = check_fused_product(x, weight, square_sums, bias, code_grid)
     num_tokens, num_columns = x.shape
     heads = (positions, cos_sin_cache, key_cache, value_cache, slot_mapping)
     num_heads = check_heads(weight.shape[0], num_tokens, x.dtype, x.device, *heads)
@@ -300,13 +292,11 @@ def norm_qkv_rotary_store(
         value_cache.stride(1),
         value_cache.stride(2),
         *codes,
-        x if norm_weight is None else norm_weight,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         BIAS=bias is not None,
-        NORM=norm_weight is not None,
         **launch.options,
     )
     return query

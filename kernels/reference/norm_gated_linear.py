@@ -16,7 +16,6 @@ def norm_gated_linear(
     eps: float = 0.0,
     bias: Tensor | None = None,
     code_grid: CodeGrid | None = None,
-    norm_weight: Tensor | None = None,
 ) -> Tensor:
     """Division of a deferred norm, merged gate and up product, SiLU and multiply.
 
@@ -31,9 +30,7 @@ def norm_gated_linear(
         eps: of the norm, added to the mean square
         bias: x.dtype [2 * I]
         code_grid: makes the weight one of codes, int32 as `CodeGrid` says
-        norm_weight: x.dtype [K]: with a code_grid, of an RMS norm that x lacks altogether: x times it is rounded to x.dtype, and
-            rms is that of x; None where x is normed
     Returns:
         x.dtype [num_tokens, I]. Nothing is mutated.
     """
-    return silu_and_mul(project(x, weight, square_sums, eps, bias, code_grid, norm_weight)).to(x.dtype)
+    return silu_and_mul(project(x, weight, square_sums, eps, bias, code_grid)).to(x.dtype)

@@ -21,7 +21,6 @@ def norm_qkv_rotary_store(
     eps: float = 0.0,
     bias: Tensor | None = None,
     code_grid: CodeGrid | None = None,
-    norm_weight: Tensor | None = None,
 ) -> Tensor:
     """Division of a deferred norm, QKV product; queries and keys rotated by position; keys and values stored at slots.
 
@@ -42,10 +41,8 @@ def norm_qkv_rotary_store(
         eps: of the norm, added to the mean square
         bias: x.dtype [(num_heads + 2 * num_kv_heads) * head_dim]
         code_grid: makes the weight one of codes, int32 as `CodeGrid` says
-        norm_weight: x.dtype [K]: with a code_grid, of an RMS norm that x lacks altogether: x times it is rounded to x.dtype, and
-            rms is that of x; None where x is normed
     Returns:
         x.dtype [num_tokens, num_heads, head_dim], contiguous: the rotated queries.
     """
-    qkv = project(x, weight, square_sums, eps, bias, code_grid, norm_weight)
+    qkv = project(x, weight, square_sums, eps, bias, code_grid)
     return rotate_and_store(qkv, positions, cos_sin_cache, key_cache, value_cache, slot_mapping)

@@ -15,7 +15,6 @@ def project(
     eps: float,
     bias: Tensor | None,
     code_grid: CodeGrid | None = None,
-    norm_weight: Tensor | None = None,
 ) -> Tensor:
     """`y[t, n] = sum_k x[t, k] * weight[n, k] / rms[t] + bias[n]`, rounded nowhere.
 
@@ -27,13 +26,9 @@ def project(
         square_sums: float32 [num_tokens, num_parts]
         bias: x.dtype [N]
         code_grid: makes the weight one of codes, int32 as `CodeGrid` says
-        norm_weight: x.dtype [K], in place of square_sums: x is multiplied by it, and rounded, and rms is that of x before
     Returns:
         float32 [num_tokens, N].
     """
-    if norm_weight is not None:
-        square_sums = x.float().square().sum(dim=1, keepdim=True)
-        x = x * norm_weight
     matrix = weight.float() if code_grid is None else code_grid.dequantize(weight, x.shape[1])
     product = torch.mm(x.float(), matrix.t())
     if square_sums is not None:

@@ -21,16 +21,13 @@ def make_linear_inputs(
     bits: int = 0,
     group_size: int = 0,
     origin: str = "none",
-    norm: bool = False,
 ) -> Inputs:
-    """`x`, `weight`, `square_sums`, `eps` and `bias`, with bits `code_grid`, with a norm `norm_weight`; products have a spread of
-    about 1.
+    """`x`, `weight`, `square_sums`, `eps` and `bias`, and with bits `code_grid`; products have a spread of about 1.
 
     Args:
         num_parts: of the sums of squares; 0 for an x that lacks no division.
         bits: of the codes that the weight is made of; 0 for a matrix.
         group_size, origin: of the codes, see `make_codes`.
-        norm: x lacks all of its norm.
     """
     device = generator.device
     hidden = torch.randn(num_tokens, num_columns, dtype=dtype, device=device, generator=generator)
@@ -47,11 +44,9 @@ def make_linear_inputs(
         "eps": 1e-5,
         "bias": torch.randn(num_rows, dtype=dtype, device=device, generator=generator) if bias else None,
     }
-    if num_parts or norm:
+    if num_parts:
         norm_weight = 1 + 0.2 * torch.randn(num_columns, dtype=dtype, device=device, generator=generator)
         hidden = 3 * hidden
-        if norm:
-            return inputs | {"x": hidden, "norm_weight": norm_weight}
         squares = hidden.float().square().tensor_split(num_parts, dim=1)
         sums = torch.stack([part.sum(dim=1) for part in squares], dim=1)
         inputs |= {"x": hidden * norm_weight, "square_sums": sums}
@@ -59,8 +54,7 @@ def make_linear_inputs(
 
 
 def linear_input_bytes(inputs: Inputs) -> int:
-    tensors = [*(inputs[name] for name in ("x", "weight", "square_sums", "bias"))]
-    tensors += [inputs.get("norm_weight"), *(inputs.get("code_grid") or ())]
+    tensors = [*(inputs[name] for name in ("x", "weight", "square_sums", "bias")), *(inputs.get("code_grid") or ())]
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 

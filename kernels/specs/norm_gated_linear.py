@@ -11,7 +11,7 @@ from kernels.reference.norm_gated_linear import norm_gated_linear
 from kernels.specs.linear_inputs import linear_input_bytes, make_linear_inputs, product_flops
 
 _LARGE: dict[str, Any] = {"num_columns": 4096, "intermediate": 14336, "num_parts": 64, "bias": False}
-_CODES: dict[str, Any] = {"num_parts": 0, "bits": 4, "group_size": 128, "origin": "float", "norm": True}
+_CODES: dict[str, Any] = {"num_parts": 0, "bits": 4, "group_size": 128, "origin": "float"}
 SHAPES: dict[str, dict[str, Any]] = {
     "1 x 4096 to 14336": _LARGE | {"num_tokens": 1},
     "16 x 4096 to 14336": _LARGE | {"num_tokens": 16},
@@ -34,14 +34,12 @@ def make_inputs(
     bits: int = 0,
     group_size: int = 0,
     origin: str = "none",
-    norm: bool = False,
 ) -> Inputs:
     """Args:
     num_parts: of the sums of squares of the norm before; 0 for an x that lacks no division.
     bits, group_size, origin: of a weight of codes, see `make_linear_inputs`; those go with num_parts = 0.
-    norm: with codes, x lacks all of its norm.
     """
-    return {"code_grid": None, "norm_weight": None} | make_linear_inputs(
+    return {"code_grid": None} | make_linear_inputs(
         dtype,
         torch.Generator(device).manual_seed(seed),
         num_tokens=num_tokens,
@@ -52,7 +50,6 @@ def make_inputs(
         bits=bits,
         group_size=group_size,
         origin=origin,
-        norm=norm,
     )
 
 

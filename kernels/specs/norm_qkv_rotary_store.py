@@ -19,7 +19,7 @@ _LARGE: dict[str, Any] = {
     "num_parts": 64,
     "bias": False,
 }
-_CODES: dict[str, Any] = {"num_parts": 0, "bits": 4, "group_size": 128, "origin": "float", "norm": True}
+_CODES: dict[str, Any] = {"num_parts": 0, "bits": 4, "group_size": 128, "origin": "float"}
 SHAPES: dict[str, dict[str, Any]] = {
     "1 x 4096, 32/8 x 128": _LARGE | {"num_tokens": 1},
     "16 x 4096, 32/8 x 128": _LARGE | {"num_tokens": 16},
@@ -54,14 +54,12 @@ def make_inputs(
     bits: int = 0,
     group_size: int = 0,
     origin: str = "none",
-    norm: bool = False,
 ) -> Inputs:
     """Slots and positions as for `rotary_and_store`.
 
     Args:
         num_parts: of the sums of squares of the norm before; 0 for an x that lacks no division.
         bits, group_size, origin: of a weight of codes, see `make_linear_inputs`; those go with num_parts = 0.
-        norm: with codes, x lacks all of its norm.
     """
     num_rows, rotated = rotary_and_store.make_unstored_inputs(
         dtype,
@@ -85,9 +83,8 @@ def make_inputs(
         bits=bits,
         group_size=group_size,
         origin=origin,
-        norm=norm,
     )
-    return {"code_grid": None, "norm_weight": None} | linear | rotated
+    return {"code_grid": None} | linear | rotated
 
 
 def bytes_moved(inputs: Inputs) -> int:

@@ -32,9 +32,6 @@ EVERY_CUT = [
 def naive_project(inputs: dict[str, Any]) -> Tensor:
     """The product, each row divided by its norm's root mean square, and the bias; float64 [num_tokens, num_rows]."""
     x, weight, square_sums, bias = (inputs[name] for name in ("x", "weight", "square_sums", "bias"))
-    norm_weight = inputs.get("norm_weight")
-    if norm_weight is not None:  # of a norm that x lacks, and not only its division
-        square_sums, x = x.double().square().sum(dim=1, keepdim=True), x * norm_weight
     product = x.double() @ weight.double().t()
     if square_sums is not None:
         mean_square = square_sums.double().sum(dim=1) / x.shape[1]

@@ -207,7 +207,7 @@ assert shared_bytes(code_matrix._dequantize_codes_kernel, sizes) <= CONSUMER_SHA
 
 EVERYTHING = {"BIAS": True, "RESIDUAL": True, "NEXT_NORM": True, "EVEN_K": False, "BLOCK_PARTS": 64}
 NOTHING = {"BIAS": False, "RESIDUAL": False, "NEXT_NORM": False, "EVEN_K": True, "BLOCK_PARTS": 0}
-NO_CODES = {"BITS": 0, "ORIGIN": "none", "GROUP": 0, "EVEN": False, "SHARES": 1, "AHEAD": 1, "ONCE": False, "NORM": False}
+NO_CODES = {"BITS": 0, "ORIGIN": "none", "GROUP": 0, "EVEN": False, "SHARES": 1, "AHEAD": 1, "ONCE": False}
 HEADS = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "BLOCK_SIZE": 24}
 OPTIONAL = {
     "BIAS": ("bias_ptr",),
@@ -235,7 +235,7 @@ for kernel in KERNELS:
         shared = shared_bytes(kernel, constants, tiles.num_warps, tiles.num_stages, without, boxes)
         assert shared <= limit, (tiles, shared)
 CODES_OF = {"BITS": 4, "ORIGIN": "float", "GROUP": 128, "EVEN": True, "SHARES": 4, "AHEAD": 8, "ONCE": True}
-CODES_OF |= {"BLOCK_K": 0, "SMALL": False, "NORM": True}
+CODES_OF |= {"BLOCK_K": 0, "SMALL": False}
 for kernel, changes in (
     (norm_gated_linear._norm_gated_linear_kernel, {"BLOCK_M": 1, "BIAS": True}),
     (norm_qkv_rotary_store._norm_qkv_rotary_store_kernel, {"BLOCK_M": 8, "BITS": 8, "ORIGIN": "none", "EVEN": False}),

@@ -114,15 +114,13 @@ def test_of_no_tokens(call: Callable[..., Tensor], device: torch.device) -> None
     assert call(**make_inputs(torch.float32, device, num_tokens=0)).shape == (0, 21)
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["normed", "norm"])
 @pytest.mark.parametrize(("num_tokens", "bits", "num_columns", "group_size", "origin"), STORED, ids=str)
 def test_every_way_of_storing_codes(
-    num_tokens: int, bits: int, num_columns: int, group_size: int, origin: str, norm: bool, device: torch.device
+    num_tokens: int, bits: int, num_columns: int, group_size: int, origin: str, device: torch.device
 ) -> None:
     """21 gate rows and as many up rows: neither are a multiple of a tile, and the last gates' tile reaches into the others."""
-    codes = {"bits": bits, "num_columns": num_columns, "group_size": group_size, "origin": origin, "norm": norm}
+    codes = {"bits": bits, "num_columns": num_columns, "group_size": group_size, "origin": origin}
     inputs = make_inputs(torch.float32, device, num_tokens=num_tokens, num_parts=0, **codes)
-    inputs["eps"] = 2.5  # beside a mean square of about 9: not to be left out
     expected = as_matrix(inputs)
     assert_right(norm_gated_linear(**inputs), expected)
     assert_right(OP.reference(**inputs), expected)
@@ -133,10 +131,9 @@ def test_every_way_of_storing_codes(
     [(Tiles(1, 16, 128, 2, 1), 512), (Tiles(8, 32, 128, 1, 1), 256), (Tiles(16, 16, 128, 4, 1), 1024)],
     ids=str,
 )
-@pytest.mark.parametrize("norm", [False, True], ids=["normed", "norm"])
-def test_codes_in_full_shares(tiles: Tiles, num_columns: int, norm: bool, device: torch.device) -> None:
+def test_codes_in_full_shares(tiles: Tiles, num_columns: int, device: torch.device) -> None:
     """Three tokens, in as many programs where a program takes one. Loads have no masks."""
-    codes = {"bits": 4, "num_columns": num_columns, "group_size": 128, "origin": "float", "norm": norm}
+    codes = {"bits": 4, "num_columns": num_columns, "group_size": 128, "origin": "float"}
     inputs = make_inputs(torch.float32, device, num_tokens=3, intermediate=16, num_parts=0, bias=False, **codes)
     assert few_tokens_options(num_columns, tiles, 4, "none")["EVEN"]
     assert_right(norm_gated_linear(**inputs, tiles=tiles), as_matrix(inputs))
@@ -146,7 +143,7 @@ def test_codes_in_full_shares(tiles: Tiles, num_columns: int, norm: bool, device
 @pytest.mark.parametrize("num_tokens", [1, 9])
 def test_codes_over_poisoned_memory(num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
     """Every output is written, the reference's, and nothing is left of what was there."""
-    codes = {"bits": 4, "num_columns": 160, "group_size": 32, "origin": "integer", "norm": num_tokens == 9}
+    codes = {"bits": 4, "num_columns": 160, "group_size": 32, "origin": "integer"}
     sizes = {"num_tokens": num_tokens, "intermediate": 21, "num_parts": 0}
     check = check_op(OP, dtype, device, sizes=sizes | codes)
     assert check.passed, check.problem
@@ -162,7 +159,6 @@ def test_codes_over_poisoned_memory(num_tokens: int, dtype: torch.dtype, device:
         ({}, {"weight": torch.zeros(42, 32)}, "weight is float32; expected int32"),
         ({}, {"weight": torch.zeros(42, 16).int()}, r"weight has shape \[42, 16\]; expected \[42, 32\]"),
         ({}, {"bias": torch.zeros(21)}, r"bias has shape \[21\]; expected \[42\]"),
-        ({}, {"norm_weight": torch.zeros(42)}, r"norm_weight has shape \[42\]; expected \[192\]"),
     ],
 )
 def test_launcher_names_what_is_wrong_with_codes(sizes: dict[str, Any], change: dict[str, Any], message: str) -> None:
@@ -182,7 +178,6 @@ def test_launcher_names_what_is_wrong_with_codes(sizes: dict[str, Any], change: 
         ({"weight": torch.zeros(6, 8).half()}, "weight is float16; expected float32"),
         ({"square_sums": torch.zeros(2)}, r"square_sums has shape \[2\]; expected \[2, any\]"),
         ({"bias": torch.zeros(3)}, r"bias has shape \[3\]; expected \[6\]"),
-        ({"norm_weight": torch.zeros(8)}, "norm_weight is given without a code_grid; expected None"),
         ({"bias": torch.zeros(6, device="meta")}, "bias is on meta; expected cpu"),
     ],
 )

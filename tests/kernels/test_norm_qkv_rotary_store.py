@@ -166,7 +166,7 @@ def test_every_way_of_storing_codes(
     num_tokens: int, bits: int, num_columns: int, group_size: int, origin: str, which: str, device: torch.device
 ) -> None:
     """The pairs of a head of 80 are no multiple of a tile, those of one of 64 are."""
-    codes = {"bits": bits, "num_columns": num_columns, "group_size": group_size, "origin": origin, "norm": bits == 8}
+    codes = {"bits": bits, "num_columns": num_columns, "group_size": group_size, "origin": origin}
     heads = {"num_heads": 2 if bits == 4 else 1, "head_dim": 80 if num_columns % 64 else 64}
     inputs = make_inputs(torch.float32, device, num_tokens=num_tokens, num_parts=0, **codes | heads)
     for cache in (inputs["key_cache"], inputs["value_cache"]):
@@ -181,10 +181,9 @@ def test_every_way_of_storing_codes(
     [(Tiles(1, 16, 128, 2, 1), 512, 80), (Tiles(8, 32, 128, 1, 1), 256, 20), (Tiles(16, 16, 128, 4, 1), 1024, 20)],
     ids=str,
 )
-@pytest.mark.parametrize("norm", [False, True], ids=["normed", "norm"])
-def test_codes_in_full_shares(tiles: Tiles, num_columns: int, head_dim: int, norm: bool, device: torch.device) -> None:
+def test_codes_in_full_shares(tiles: Tiles, num_columns: int, head_dim: int, device: torch.device) -> None:
     """Three tokens, in as many programs where a program takes one. Loads have no masks."""
-    codes = {"bits": 4, "num_columns": num_columns, "group_size": 128, "origin": "integer", "norm": norm}
+    codes = {"bits": 4, "num_columns": num_columns, "group_size": 128, "origin": "integer"}
     heads = {"num_heads": 1, "head_dim": head_dim}
     inputs = make_inputs(torch.float32, device, num_tokens=3, num_parts=0, bias=False, **codes | heads)
     assert few_tokens_options(num_columns, tiles, 4, "none")["EVEN"]
@@ -195,7 +194,7 @@ def test_codes_in_full_shares(tiles: Tiles, num_columns: int, head_dim: int, nor
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:])
 def test_codes_over_poisoned_memory(dtype: torch.dtype, device: torch.device) -> None:
     """Every query is written, the reference's, and nothing is left of what was there."""
-    codes = {"bits": 4, "num_columns": 160, "group_size": 32, "origin": "float", "norm": True}
+    codes = {"bits": 4, "num_columns": 160, "group_size": 32, "origin": "float"}
     check = check_op(OP, dtype, device, sizes={"num_tokens": 9, "num_parts": 0} | codes)
     assert check.passed, check.problem
 

@@ -413,10 +413,10 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 @pytest.mark.parametrize(
     ("num_tokens", "kv_dtype", "layers", "expected"),
     [
-        (16, None, [0, 1], (1, 2, 1, 2, 1, 0, 0)),  # products of codes do the norms before them
+        (16, None, [0, 1], (1, 2, 1, 2, 5, 0, 0)),  # the head alone is a product of a matrix
         (17, None, [0, 1], (1, 0, 1, 0, 5, 2, 2)),  # the fused kernels take no more than 16
-        (4, "int8", [0, 1], (1, 0, 1, 2, 3, 2, 0)),
-        (4, None, [1], (1, 2, 3, 2, 3, 0, 0)),  # no norm is deferred past a layer that is not
+        (4, "int8", [0, 1], (1, 0, 1, 2, 5, 2, 0)),
+        (4, None, [1], (1, 2, 3, 2, 5, 0, 0)),  # no norm is deferred past a layer that is not
     ],
 )
 def test_layers_of_codes_are_fused_for_few_tokens(
