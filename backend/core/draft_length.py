@@ -37,8 +37,9 @@ class _Device:
 
 
 # A CPU computes what it verifies: six tokens take 2.1 times as long as one. A card waits for its weights, and doubles the time
-# of a step with some 200 tokens.
-_DEVICES = {"cpu": _Device(0.22, 0.0), "cuda": _Device(0.005, 0.025)}
+# of a step with some 200 tokens; of a model whose steps wait for launches with some 120.
+SMALL_ON_CUDA = "cuda, a small model"
+_DEVICES = {"cpu": _Device(0.22, 0.0), "cuda": _Device(0.005, 0.025), SMALL_ON_CUDA: _Device(0.0085, 0.01)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,9 @@ class DraftCost:
 
     Attributes:
         draft: of drafting it.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda" or `SMALL_ON_CUDA`.
         round: of a round, however many tokens it drafts.
+        per_request: of each of its requests besides: what the host does for it while the device has nothing to do.
         only_in_graphs: rounds that have no graph take many times as long as a plain step, which has one: those beside tokens of
             prompts, and those of sampled requests.
     """
@@ -56,7 +58,12 @@ class DraftCost:
     draft: float = 0.0
     device: str = "cpu"
     round: float = 0.0
+    per_request: float = 0.0
     only_in_graphs: bool = False
+
+    def of_round(self, batch_size: int) -> float:
+        """Of a round of so many requests, beside what its tokens cost."""
+        return self.round + self.per_request * batch_size
 
     def verify(self, batch_size: int) -> float:
         """Of verifying a token more for each of so many requests."""
@@ -114,7 +121,7 @@ class AdaptiveLength:
         mean_length = sum(self._lengths[place][k] for place, k in zip(places, limits, strict=True)) / len(limits)
         drafting = self._cost.draft * max(limits)
         verifying = self._cost.verify(len(limits)) * sum(self._num_nodes[k] for k in limits) / len(limits)
-        if mean_length <= 1 + self._cost.round + drafting + verifying:
+        if mean_length <= 1 + self._cost.of_round(len(limits)) + drafting + verifying:
             limits = [0] * len(limits)
         return limits
 
@@ -129,10 +136,9 @@ class AdaptiveLength:
 
     def _best_with(self, batch_size: int) -> list[int]:
         if batch_size not in self._best:
-            draft, verify = self._cost.draft, self._cost.verify(batch_size)
+            draft, verify, of_round = self._cost.draft, self._cost.verify(batch_size), self._cost.of_round(batch_size)
             costs = [
-                1 + self._cost.round * (k > 0) + draft * k + verify * num_nodes
-                for k, num_nodes in enumerate(self._num_nodes)
+                1 + of_round * (k > 0) + draft * k + verify * num_nodes for k, num_nodes in enumerate(self._num_nodes)
             ]
             self._best[batch_size] = [
                 max(range(len(of_rate)), key=lambda k, of_rate=of_rate: of_rate[k] / costs[k])

@@ -103,7 +103,7 @@ def _where_it_loses(resolved: EngineConfig, cost: DraftCost) -> str:
     most, tree = resolved.scheduler.max_num_seqs, resolved.speculative.draft_tree
     if tree is not None:
         length = AdaptiveLength(tree.depth, cost, tree.num_drafted_to)
-        whole = cost.round + cost.draft * tree.depth + cost.verify(1) * tree.num_drafted
+        whole = cost.of_round(1) + cost.draft * tree.depth + cost.verify(1) * tree.num_drafted
         begins = "" if length.pays_at_first() else " It begins switched off."
         return (
             f"speculation is off in steps in which it would lose (speculative.adaptive), and trees are cut to the levels that "
@@ -115,8 +115,8 @@ def _where_it_loses(resolved: EngineConfig, cost: DraftCost) -> str:
     length = AdaptiveLength(resolved.speculative.num_speculative_tokens, cost)
     begins = "" if length.pays_at_first() else " It begins switched off."
     each = f"a drafted token costs about {alone:.2f} plain steps with one request{with_all}"
-    if cost.round:
-        pays = f"a round {cost.round:.2f} plain steps more than such a step, and {each}."
+    if cost.of_round(1):
+        pays = f"a round {cost.of_round(1):.2f} plain steps more than such a step, and {each}."
     else:
         pays = f"{each}, and drafts pay that are accepted more often than that."
     return (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from backend.attention.metadata import LayerCache
-from backend.core.draft_length import DraftCost
+from backend.core.draft_length import SMALL_ON_CUDA, DraftCost
 from backend.core.kv_format import KV_FORMATS
 from backend.core.kv_groups import KVGroupSpec
 from backend.core.speculation import HEAD_METHODS, LOOK_UP_METHODS
@@ -19,10 +19,12 @@ from backend.spec_decode.first_layers import first_layers
 from backend.worker.model_runner import ModelRunner
 from backend.worker.out_of_memory import is_out_of_memory
 
-# Of a round in CUDA graphs, in plain steps. On an H200 with SmolLM2-135M, whose steps take less than half a millisecond:
-# attention to several rows of a request takes longer than to one, and the device waits for the host, which hands out the tokens
-# of a plain step while the next one runs. It waits less where the device goes on by itself.
-SMALL_ROUND_COSTS = {"device": 0.3, "host": 1.1}
+# Of a round in CUDA graphs, in plain steps. On an H200 with SmolLM2-135M, whose steps take less than half a millisecond, the
+# device waits for the host, which hands out the tokens of a plain step while the next one runs: hardly where a head drafts behind
+# what was accepted, now and then where a text has nothing to look up, and always where the host drafts.
+SMALL_ROUND_COSTS = {"head": 0.05, "text": 0.4, "host": 1.1}
+SMALL_REQUEST_COST = 0.04  # of each request of such a round, with 16 of them
+SMALL_DRAFT_SHARE = 0.6  # of what a head's share of the parameters would take, there
 LARGE_ROUND_COST = 0.1  # the same, of steps that take long enough not to wait for their launches
 
 
@@ -77,19 +79,14 @@ class DraftModelRunner(ModelRunner):
     @property
     def cost(self) -> DraftCost:
         assert self._decoder is not None
-        waits_for_launches = self._decoder.launch_bound and not self._config.kernels.enforce_eager
-        return DraftCost(self.draft_cost, self._device.type, self._round_cost, waits_for_launches)
-
-    @property
-    def _round_cost(self) -> float:
-        """Of a round, in steps of the target, beside what its tokens cost."""
-        assert self._decoder is not None
-        if self._config.kernels.enforce_eager:
-            return 0.0  # a plain step has no graph either
+        if self._config.kernels.enforce_eager:  # a plain step has no graph either
+            return DraftCost(self.draft_cost, self._device.type)
         if not self._decoder.launch_bound:
-            return LARGE_ROUND_COST
-        goes_on = self._config.speculative.method in (*HEAD_METHODS, *LOOK_UP_METHODS)
-        return SMALL_ROUND_COSTS["device" if goes_on else "host"]
+            return DraftCost(self.draft_cost, self._device.type, LARGE_ROUND_COST)
+        method = self._config.speculative.method
+        drafter = "head" if method in HEAD_METHODS else "text" if method in LOOK_UP_METHODS else "host"
+        draft_cost = self.draft_cost * (SMALL_DRAFT_SHARE if drafter == "head" else 1.0)
+        return DraftCost(draft_cost, SMALL_ON_CUDA, SMALL_ROUND_COSTS[drafter], SMALL_REQUEST_COST, only_in_graphs=True)
 
     @property
     def draft_cost(self) -> float:

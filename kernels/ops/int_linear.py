@@ -191,9 +191,7 @@ def int_linear(
         return output
     in_registers = keeps_codes_in_registers(tiles)
     if in_registers and tiles.block_n % (16 * tiles.num_warps):
-        raise ValueError(
-            f"tiles are {tiles}; in one stage block_n is a multiple of 16 rows of {tiles.num_warps} warps"
-        )
+        raise ValueError(f"tiles are {tiles}; in one stage block_n is a multiple of 16 rows of {tiles.num_warps} warps")
     splits = _num_splits(grid[0] * grid[1], code.num_chunks)
     partial_shape = (grid[0] * grid[1] * splits, tiles.block_n, tiles.block_m) if splits > 1 else (0,)
     many_tokens_kernel[(*grid, splits)](

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from backend.core.draft_length import PROBE_STEPS, AdaptiveLength, DraftCost
+from backend.core.draft_length import PROBE_STEPS, SMALL_ON_CUDA, AdaptiveLength, DraftCost
 from backend.request import Request
 from backend.sampling_params import SamplingParams
 from tests.core.paged_machine import generate
@@ -35,7 +35,10 @@ def verify_cost(batch_size: int, slope: float, per_draft: float = 0.0) -> float:
     return (step(2 * batch_size) - step(batch_size)) / step(batch_size) + per_draft
 
 
-@pytest.mark.parametrize(("device", "slope", "per_draft"), [("cpu", 0.22, 0.0), ("cuda", 0.005, 0.025)])
+COSTS = {"cpu": (0.22, 0.0), "cuda": (0.005, 0.025), SMALL_ON_CUDA: (0.0085, 0.01)}
+
+
+@pytest.mark.parametrize(("device", "slope", "per_draft"), [(device, *cost) for device, cost in COSTS.items()])
 @pytest.mark.parametrize("batch_size", [1, 2, 16, 256])
 def test_verifying_costs_what_the_tokens_add_to_a_step(
     batch_size: int, device: str, slope: float, per_draft: float
@@ -48,13 +51,13 @@ def test_verifying_costs_what_the_tokens_add_to_a_step(
 @pytest.mark.parametrize("draft", [0.0, 0.1, 0.45])
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.25, 0.5, 0.8, 0.95, 1.0])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("of_round", [0.0, 0.1, 1.1])
+@pytest.mark.parametrize("device", COSTS)
+@pytest.mark.parametrize(("of_any", "per_request"), [(0.0, 0.0), (0.1, 0.0), (1.1, 0.0), (0.05, 0.04)])
 def test_it_is_the_number_with_the_most_tokens_per_time(
-    of_round: float, device: str, rate: float, batch_size: int, draft: float
+    of_any: float, per_request: float, device: str, rate: float, batch_size: int, draft: float
 ) -> None:
-    verify = verify_cost(batch_size, *{"cpu": (0.22, 0.0), "cuda": (0.005, 0.025)}[device])
-    length = AdaptiveLength(7, DraftCost(draft, device, of_round))
+    verify, of_round = verify_cost(batch_size, *COSTS[device]), of_any + per_request * batch_size
+    length = AdaptiveLength(7, DraftCost(draft, device, of_any, per_request))
     limits = length.limits([request_with(rate) for _ in range(batch_size)])
     assert len(set(limits)) == 1
     assert expected_speedup(rate, limits[0], draft, verify, of_round) == pytest.approx(
