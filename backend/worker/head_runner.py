@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backend.core.output import SchedulerOutput
-from backend.errors import CapacityError, ConfigError
+from backend.errors import CapacityError
 from backend.models.loader import LoadedModel
 from backend.models.model_config import DecoderConfig
 from backend.models.sources import ModelSource
@@ -20,7 +20,7 @@ from backend.sample.metadata import copy_to
 from backend.spec_decode.draft_vocabulary import DraftVocabulary
 from backend.spec_decode.eagle import EagleDraft, EagleProposer
 from backend.spec_decode.heads.eagle import EagleHead
-from backend.spec_decode.heads.head_config import HeadKind, read_head_config
+from backend.spec_decode.heads.head_config import HeadKind, named_head
 from backend.spec_decode.heads.head_file import LoadedHead, load_head
 from backend.spec_decode.heads.medusa import MedusaHeads
 from backend.spec_decode.heads.shipped import shipped_head
@@ -91,16 +91,7 @@ class HeadModelRunner(SpeculativeModelRunner):
         """Before the target's weights are read: what is wrong with the head is said at once."""
         settings = self._config.speculative
         kind = cast(HeadKind, settings.method)
-        if settings.model is None:
-            return shipped_head(kind, source)
-        folder = Path(settings.model).expanduser()
-        found = read_head_config(folder).kind
-        if found != kind:
-            raise ConfigError(
-                f"speculative.model = {settings.model!r} holds a head of kind {found}: it goes with "
-                f"speculative.method = {found!r}, and not with {kind!r}"
-            )
-        return folder
+        return shipped_head(kind, source) if settings.model is None else named_head(kind, settings.model)
 
     @property
     def _num_parameters(self) -> int:
