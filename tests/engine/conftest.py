@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,32 @@ def engines_hold_together(made_engines: MadeEngines) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture
+def replays() -> Iterator[Counter[str]]:
+    """What CUDA graphs would replay, on a CPU that records and repeats it: see `tests.worker.recorded_graphs`."""
+    from tests.worker.recorded_graphs import recorded_graphs
+
+    with recorded_graphs() as replays:
+        yield replays
+
+
+@pytest.fixture
+def graph_host(replays: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineHost]:
+    """An engine with such graphs, whose blocks are counted after every step."""
+    monkeypatch.setenv("SERVELAB_DEBUG", "1")
+    host = EngineHost()
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="module")
+def circling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """See `tests.engine.looking_up.make_circling`."""
+    from tests.engine.looking_up import make_circling
+
+    return make_circling(tmp_path_factory.mktemp("circling") / "model")
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,10 @@ from tests.engine.looking_up import (
     check_drafts,
     circle,
     count_rounds,
-    make_circling,
 )
 from tests.engine.scripted import make_scripted
 from tests.helpers import dense_greedy, load_oracle, make_tiny_model
 from tests.spec_decode.tiny_heads import random_ids
-from tests.worker.recorded_graphs import recorded_graphs
 
 ADAPTIVE = "off where it loses"
 MATRIX: dict[str, dict[str, Any]] = {
@@ -46,32 +43,9 @@ MATRIX: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def check_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERVELAB_DEBUG", "1")
-
-
-@pytest.fixture
-def replays() -> Iterator[Counter[str]]:
-    with recorded_graphs() as replays:
-        yield replays
-
-
-@pytest.fixture
-def host(replays: Counter[str]) -> Iterator[EngineHost]:
-    host = EngineHost()
-    yield host
-    host.close()
-
-
 @pytest.fixture
 def calls(replays: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return count_rounds(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def circling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_circling(tmp_path_factory.mktemp("circling") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +56,7 @@ def expected(few_tokens: Path) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("name", MATRIX)
 def test_tokens_are_those_of_plain_decoding_and_drafts_what_the_text_says(
-    host: EngineHost,
+    graph_host: EngineHost,
     replays: Counter[str],
     calls: Counter[str],
     few_tokens: Path,
@@ -90,9 +64,9 @@ def test_tokens_are_those_of_plain_decoding_and_drafts_what_the_text_says(
     name: str,
 ) -> None:
     """Twice, with and without a prefix in the cache."""
-    host.load(config_of(few_tokens, **OPTIONS | MATRIX[name]))
+    graph_host.load(config_of(few_tokens, **OPTIONS | MATRIX[name]))
     for _ in range(2):
-        collected, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
+        collected, rounds = answers_and_rounds(graph_host, PROMPTS, **GREEDY)
         assert {key: answer.token_ids for key, answer in collected.items()} == expected
         check_drafts(PROMPTS, collected, rounds, MATRIX[name].get("speculative__ngram_min", 1))
         assert any(it.num_accepted for it in rounds)
@@ -103,7 +77,7 @@ def test_tokens_are_those_of_plain_decoding_and_drafts_what_the_text_says(
 
 
 def test_the_record_is_that_of_an_engine_without_graphs(
-    host: EngineHost, calls: Counter[str], few_tokens: Path
+    graph_host: EngineHost, calls: Counter[str], few_tokens: Path
 ) -> None:
     """Rounds, origins and counts of each request, all of whose tokens occurred before; only the steps are other ones."""
     prompts = {
@@ -112,7 +86,7 @@ def test_the_record_is_that_of_an_engine_without_graphs(
     options = OPTIONS | {"model__max_model_len": 192}
 
     def record() -> list[Any]:
-        collected, rounds = answers_and_rounds(host, prompts, **GREEDY)
+        collected, rounds = answers_and_rounds(graph_host, prompts, **GREEDY)
         check_drafts(prompts, collected, rounds)
         of_requests = [[_without_step(it) for it in rounds if it.request_id == key] for key in prompts]
         events = [
@@ -121,14 +95,14 @@ def test_the_record_is_that_of_an_engine_without_graphs(
         ]
         return [of_requests, events]
 
-    host.load(config_of(few_tokens, **options))
+    graph_host.load(config_of(few_tokens, **options))
     with_graphs = record()
     assert calls["repeat"] > 10
-    host.unload()
+    graph_host.unload()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "capture_cuda_graphs", lambda *args: None)
         patch.setattr(llm_engine, "make_scheduler", make_scheduler)
-        host.load(config_of(few_tokens, **options))
+        graph_host.load(config_of(few_tokens, **options))
     calls.clear()
     assert record() == with_graphs
     assert not calls
@@ -139,10 +113,10 @@ def _without_step(it: Round) -> tuple[Any, ...]:
     return it.position, it.draft_token_ids, probs, it.accept_probs, it.num_accepted, it.token_id, it.num_emitted
 
 
-def test_rounds_follow_each_other_without_the_host(host: EngineHost, calls: Counter[str], circling: Path) -> None:
+def test_rounds_follow_each_other_without_the_host(graph_host: EngineHost, calls: Counter[str], circling: Path) -> None:
     """All but the first two, as long as the text repeats itself: that the first had drafts is not known behind it."""
-    host.load(config_of(circling, **OPTIONS | {"model__max_model_len": 192}))
-    answer = answers(host, {"a": circle(0, 45)}, max_tokens=61, ignore_eos=True)["a"]
+    graph_host.load(config_of(circling, **OPTIONS | {"model__max_model_len": 192}))
+    answer = answers(graph_host, {"a": circle(0, 45)}, max_tokens=61, ignore_eos=True)["a"]
     assert answer.token_ids == circle(45, 61)
     assert answer.last.speculation == (10, 50, 50)
     assert [len(event.token_ids) for event in answer.events] == [1, *[6] * 10]
@@ -150,7 +124,7 @@ def test_rounds_follow_each_other_without_the_host(host: EngineHost, calls: Coun
 
 
 def test_where_nothing_is_found_steps_are_plain_again(
-    host: EngineHost, replays: Counter[str], calls: Counter[str], tmp_path: Path
+    graph_host: EngineHost, replays: Counter[str], calls: Counter[str], tmp_path: Path
 ) -> None:
     """The text has its first eight letters before it, and none of the rest: one round, and a step behind it that is plain.
 
@@ -158,9 +132,9 @@ def test_where_nothing_is_found_steps_are_plain_again(
     """
     letters = list(range(20, 60))
     model = make_scripted(tmp_path / "model", [letters])
-    host.load(config_of(model, **OPTIONS))
+    graph_host.load(config_of(model, **OPTIONS))
     replays.clear()
-    answer = answers(host, {"a": [*letters[:7], letters[0]]}, max_tokens=30, ignore_eos=True)["a"]
+    answer = answers(graph_host, {"a": [*letters[:7], letters[0]]}, max_tokens=30, ignore_eos=True)["a"]
     assert answer.token_ids == letters[1:31]
     assert answer.last.speculation == (1, 5, 5)
     assert replays["round_graphs"] == 2
@@ -169,15 +143,15 @@ def test_where_nothing_is_found_steps_are_plain_again(
 
 
 def test_a_round_that_is_gone_on_with_may_find_nothing(
-    host: EngineHost, replays: Counter[str], calls: Counter[str], tmp_path: Path
+    graph_host: EngineHost, replays: Counter[str], calls: Counter[str], tmp_path: Path
 ) -> None:
     """Two, for that of the first is not known before the second begins; then steps are plain."""
     letters = list(range(20, 90))
     model = make_scripted(tmp_path / "model", [letters])
-    host.load(config_of(model, **OPTIONS))
+    graph_host.load(config_of(model, **OPTIONS))
     replays.clear()
     prompts = {"a": [*letters[:31], letters[0]]}
-    collected, rounds = answers_and_rounds(host, prompts, max_tokens=45, ignore_eos=True)
+    collected, rounds = answers_and_rounds(graph_host, prompts, max_tokens=45, ignore_eos=True)
     assert collected["a"].token_ids == letters[1:46]
     check_drafts(prompts, collected, rounds)
     assert [it.num_accepted for it in rounds] == [5] * 4 + [5, 0][: len(rounds) - 4]
@@ -187,16 +161,18 @@ def test_a_round_that_is_gone_on_with_may_find_nothing(
     assert replays["decode_graphs"] == 45 - 1 - sum(it.num_emitted for it in rounds) - 2
 
 
-def test_requests_with_and_without_drafts_share_rounds(host: EngineHost, calls: Counter[str], tmp_path: Path) -> None:
+def test_requests_with_and_without_drafts_share_rounds(
+    graph_host: EngineHost, calls: Counter[str], tmp_path: Path
+) -> None:
     """One repeats itself all along, and one does so from its second half on; both go on by themselves."""
     rising = list(range(100, 150))
     model = make_scripted(tmp_path / "model", [[*CIRCLE, CIRCLE[0]], [*rising, rising[20]]])
-    host.load(config_of(model, **OPTIONS | {"model__max_model_len": 400}))
+    graph_host.load(config_of(model, **OPTIONS | {"model__max_model_len": 400}))
     prompts = {"circle": circle(0, 45), "rising": rising[:2]}
-    with held(host):
+    with held(graph_host):
         both = {
-            "circle": submit(host, "circle", prompts["circle"], max_tokens=350, ignore_eos=True),
-            "rising": submit(host, "rising", prompts["rising"], max_tokens=100, ignore_eos=True),
+            "circle": submit(graph_host, "circle", prompts["circle"], max_tokens=350, ignore_eos=True),
+            "rising": submit(graph_host, "rising", prompts["rising"], max_tokens=100, ignore_eos=True),
         }
     assert {answer.finish_reason for answer in both.values()} == {"length"}
     assert both["circle"].token_ids == circle(45, 350)
@@ -212,17 +188,17 @@ def test_requests_with_and_without_drafts_share_rounds(host: EngineHost, calls: 
 
 
 def test_who_may_have_longer_drafts_finds_some_in_a_round_of_shorter_ones(
-    host: EngineHost, calls: Counter[str], tmp_path: Path
+    graph_host: EngineHost, calls: Counter[str], tmp_path: Path
 ) -> None:
     """A budget of seven leaves three drafts to the first request, which has none at first, and two to the other one."""
     rising = list(range(100, 150))
     model = make_scripted(tmp_path / "model", [[*CIRCLE, CIRCLE[0]], [*rising, rising[20]]])
     options = OPTIONS | {"model__max_model_len": 400, "scheduler__max_num_batched_tokens": 7}
-    host.load(config_of(model, **options))
+    graph_host.load(config_of(model, **options))
     prompts = {"circle": circle(0, 45), "rising": rising[:2]}
-    with held(host):
-        first = submit(host, "rising", prompts["rising"], max_tokens=100, ignore_eos=True)
-        other = submit(host, "circle", prompts["circle"], max_tokens=200, ignore_eos=True)
+    with held(graph_host):
+        first = submit(graph_host, "rising", prompts["rising"], max_tokens=100, ignore_eos=True)
+        other = submit(graph_host, "circle", prompts["circle"], max_tokens=200, ignore_eos=True)
     assert (first.finish_reason, first.token_ids) == ("length", [*rising[2:], *rising[20:], *rising[20:]][:100])
     assert (other.finish_reason, other.token_ids) == ("length", circle(45, 200))
     assert {len(event.token_ids) for event in first.events[:-2]} == {1, 4}
@@ -230,11 +206,11 @@ def test_who_may_have_longer_drafts_finds_some_in_a_round_of_shorter_ones(
     assert calls["repeat"] > 20
 
 
-def test_two_kv_groups(host: EngineHost, calls: Counter[str], tmp_path: Path) -> None:
+def test_two_kv_groups(graph_host: EngineHost, calls: Counter[str], tmp_path: Path) -> None:
     changes = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
     model = make_tiny_model(tmp_path / "model", "Qwen2", **changes)
-    host.load(config_of(model, **OPTIONS, cache__block_size=4))
-    collected, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
+    graph_host.load(config_of(model, **OPTIONS, cache__block_size=4))
+    collected, rounds = answers_and_rounds(graph_host, PROMPTS, **GREEDY)
     for key, prompt in PROMPTS.items():
         assert collected[key].token_ids == dense_greedy(model, prompt, 48)
     check_drafts(PROMPTS, collected, rounds)
@@ -243,10 +219,14 @@ def test_two_kv_groups(host: EngineHost, calls: Counter[str], tmp_path: Path) ->
 
 @pytest.mark.parametrize("options", [{"scheduler__async_scheduling": False}, {"speculative__method": "draft_model"}])
 def test_others_wait_for_the_host(
-    host: EngineHost, calls: Counter[str], few_tokens: Path, expected: dict[str, list[int]], options: dict[str, Any]
+    graph_host: EngineHost,
+    calls: Counter[str],
+    few_tokens: Path,
+    expected: dict[str, list[int]],
+    options: dict[str, Any],
 ) -> None:
-    host.load(config_of(few_tokens, **OPTIONS | options))
-    collected = answers(host, PROMPTS, **GREEDY)
+    graph_host.load(config_of(few_tokens, **OPTIONS | options))
+    collected = answers(graph_host, PROMPTS, **GREEDY)
     assert {key: answer.token_ids for key, answer in collected.items()} == expected
     assert calls["run"] > 5
     assert not calls["repeat"]

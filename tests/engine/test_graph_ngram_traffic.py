@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,11 @@ from backend.metrics.pool_history import PoolHistory
 from backend.workload.targets import StreamEvent
 from tests.engine.driving import Answer, Pausing, answers, check_idle, config_of, held, submit, submit_to
 from tests.engine.heads import answers_and_rounds
-from tests.engine.looking_up import GREEDY, OPTIONS, PROMPTS, check_drafts, circle, count_rounds, make_circling
+from tests.engine.looking_up import GREEDY, OPTIONS, PROMPTS, check_drafts, circle, count_rounds
 from tests.engine.test_engine_host import StepSink
 from tests.engine.test_speculation import follow_pool
 from tests.helpers import dense_greedy, load_oracle
 from tests.worker.recorded_graphs import recorded_graphs
-
-
-@pytest.fixture(autouse=True)
-def check_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERVELAB_DEBUG", "1")
-
-
-@pytest.fixture
-def replays() -> Iterator[Counter[str]]:
-    with recorded_graphs() as replays:
-        yield replays
-
-
-@pytest.fixture
-def host(replays: Counter[str]) -> Iterator[EngineHost]:
-    host = EngineHost()
-    yield host
-    host.close()
 
 
 @pytest.fixture
@@ -46,65 +27,60 @@ def calls(replays: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Counter[str
 
 
 @pytest.fixture(scope="module")
-def circling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_circling(tmp_path_factory.mktemp("circling") / "model")
-
-
-@pytest.fixture(scope="module")
 def expected(few_tokens: Path) -> dict[str, list[int]]:
     oracle = load_oracle(few_tokens)
     return {key: dense_greedy(oracle, prompt, 48) for key, prompt in PROMPTS.items()}
 
 
-def test_requests_come_and_go(host: EngineHost, calls: Counter[str], few_tokens: Path, expected: Any) -> None:
+def test_requests_come_and_go(graph_host: EngineHost, calls: Counter[str], few_tokens: Path, expected: Any) -> None:
     """They end at a stop id in the middle of what is under way, or by an abort, and others take their places and their ids."""
-    host.load(config_of(few_tokens, **OPTIONS))
+    graph_host.load(config_of(few_tokens, **OPTIONS))
     for turn, stopped in enumerate(PROMPTS):
         stop_id = expected[stopped][7]
         begun = Pausing()
-        submit_to(begun, host, f"{turn}", PROMPTS[stopped], **GREEDY)
+        submit_to(begun, graph_host, f"{turn}", PROMPTS[stopped], **GREEDY)
         with begun.paused():
-            going = {key: submit(host, key, prompt, **GREEDY) for key, prompt in PROMPTS.items() if key != "p2"}
-            ending = submit(host, "ending", PROMPTS[stopped], **GREEDY | {"stop_token_ids": (stop_id,)})
+            going = {key: submit(graph_host, key, prompt, **GREEDY) for key, prompt in PROMPTS.items() if key != "p2"}
+            ending = submit(graph_host, "ending", PROMPTS[stopped], **GREEDY | {"stop_token_ids": (stop_id,)})
         assert ending.finish_reason == "stop"
         assert ending.token_ids == expected[stopped][: expected[stopped].index(stop_id)]
-        host.abort(f"{turn}")
-        again = submit(host, "ending", PROMPTS["p2"], **GREEDY)
+        graph_host.abort(f"{turn}")
+        again = submit(graph_host, "ending", PROMPTS["p2"], **GREEDY)
         for key, answer in {**going, "p2": again}.items():
             assert answer.finish_reason == "length"
             assert answer.token_ids == expected[key]
         assert begun.last is not None
         assert begun.token_ids == expected[stopped][: len(begun.token_ids)]
-    check_idle(host)
+    check_idle(graph_host)
     assert calls["repeat"] > 10
 
 
 @pytest.mark.parametrize("offset", range(6))
 def test_an_end_anywhere_in_an_accepted_block(
-    host: EngineHost, calls: Counter[str], circling: Path, offset: int
+    graph_host: EngineHost, calls: Counter[str], circling: Path, offset: int
 ) -> None:
     """By a stop id or by `max_tokens`, beside a request that goes on; the round behind it is under way by then."""
-    host.load(config_of(circling, **OPTIONS | {"model__max_model_len": 192}))
+    graph_host.load(config_of(circling, **OPTIONS | {"model__max_model_len": 192}))
     prompt, at = circle(0, 45), 25 + offset
-    with held(host):
-        going = submit(host, "going", prompt, max_tokens=70, ignore_eos=True)
+    with held(graph_host):
+        going = submit(graph_host, "going", prompt, max_tokens=70, ignore_eos=True)
         stopped = submit(
-            host, "stopped", prompt, max_tokens=70, stop_token_ids=(circle(45 + at, 1)[0],), ignore_eos=True
+            graph_host, "stopped", prompt, max_tokens=70, stop_token_ids=(circle(45 + at, 1)[0],), ignore_eos=True
         )
-        limited = submit(host, "limited", prompt, max_tokens=at + 12, ignore_eos=True)
+        limited = submit(graph_host, "limited", prompt, max_tokens=at + 12, ignore_eos=True)
     assert (stopped.finish_reason, stopped.token_ids) == ("stop", circle(45, at))
     assert (limited.finish_reason, limited.token_ids) == ("length", circle(45, at + 12))
     assert (going.finish_reason, going.token_ids) == ("length", circle(45, 70))
     assert stopped.events[-1].origins == ["accepted"] * offset
-    check_idle(host)
+    check_idle(graph_host)
     assert calls["repeat"] > 5
 
 
-def test_the_end_of_the_context(host: EngineHost, calls: Counter[str], circling: Path) -> None:
+def test_the_end_of_the_context(graph_host: EngineHost, calls: Counter[str], circling: Path) -> None:
     """From different places before it, beside each other; what is left of it is drafted when the host knows the result."""
-    host.load(config_of(circling, **OPTIONS | {"model__max_model_len": 120}))
+    graph_host.load(config_of(circling, **OPTIONS | {"model__max_model_len": 120}))
     prompts = {str(length): circle(0, length) for length in (45, 52, 66, 100, 114)}
-    collected, rounds = answers_and_rounds(host, prompts, max_tokens=99, ignore_eos=True)
+    collected, rounds = answers_and_rounds(graph_host, prompts, max_tokens=99, ignore_eos=True)
     for key, prompt in prompts.items():
         end = ("length", circle(len(prompt), 120 - len(prompt)))
         assert (collected[key].finish_reason, collected[key].token_ids) == end
@@ -114,19 +90,19 @@ def test_the_end_of_the_context(host: EngineHost, calls: Counter[str], circling:
 
 
 def test_rounds_begin_where_plain_steps_that_did_not_wait_for_the_host_end(
-    host: EngineHost, replays: Counter[str], calls: Counter[str], circling: Path
+    graph_host: EngineHost, replays: Counter[str], calls: Counter[str], circling: Path
 ) -> None:
     """Of those the device has sampled the tokens, but has them in no text; then plain steps come again, and rounds again."""
-    host.load(config_of(circling, **OPTIONS | {"model__max_model_len": 192, "speculative__max_batch": 2}))
+    graph_host.load(config_of(circling, **OPTIONS | {"model__max_model_len": 192, "speculative__max_batch": 2}))
     prompts = {str(index): circle(index, 42 + 9 * index) for index in range(3)}
     late = _PausingLate()
-    with held(host):
-        submit_to(late, host, "0", prompts["0"], max_tokens=110, ignore_eos=True)
-        other = submit(host, "1", prompts["1"], max_tokens=110, ignore_eos=True)
-        first = submit(host, "2", prompts["2"], max_tokens=20, ignore_eos=True)
+    with held(graph_host):
+        submit_to(late, graph_host, "0", prompts["0"], max_tokens=110, ignore_eos=True)
+        other = submit(graph_host, "1", prompts["1"], max_tokens=110, ignore_eos=True)
+        first = submit(graph_host, "2", prompts["2"], max_tokens=20, ignore_eos=True)
     with late.paused():
         assert calls["repeat"] > 1
-        again = submit(host, "again", prompts["2"], max_tokens=20, ignore_eos=True)
+        again = submit(graph_host, "again", prompts["2"], max_tokens=20, ignore_eos=True)
     for index, answer in enumerate((late, other, first)):
         assert answer.finish_reason == "length"
         assert answer.token_ids == circle(index + len(prompts[str(index)]), len(answer.token_ids))
@@ -146,17 +122,17 @@ class _PausingLate(Pausing):
             super().take(event)
 
 
-def test_sampled_requests_beside_greedy_ones(host: EngineHost, calls: Counter[str], few_tokens: Path) -> None:
+def test_sampled_requests_beside_greedy_ones(graph_host: EngineHost, calls: Counter[str], few_tokens: Path) -> None:
     """They are launched op by op; behind them greedy ones go on from texts of which the device has had only a part."""
     oracle = load_oracle(few_tokens)
     expected = {key: dense_greedy(oracle, PROMPTS[key], 60) for key in ("p15", "p17")}
-    host.load(config_of(few_tokens, **OPTIONS))
+    graph_host.load(config_of(few_tokens, **OPTIONS))
     pausing = Pausing()
-    with held(host):
-        submit_to(pausing, host, "p15", PROMPTS["p15"], max_tokens=60, ignore_eos=True)
-        other = submit(host, "p17", PROMPTS["p17"], max_tokens=60, ignore_eos=True)
+    with held(graph_host):
+        submit_to(pausing, graph_host, "p15", PROMPTS["p15"], max_tokens=60, ignore_eos=True)
+        other = submit(graph_host, "p17", PROMPTS["p17"], max_tokens=60, ignore_eos=True)
     with pausing.paused():
-        sampled = submit(host, "s", PROMPTS["p2"], temperature=0.8, seed=3, max_tokens=6, ignore_eos=True)
+        sampled = submit(graph_host, "s", PROMPTS["p2"], temperature=0.8, seed=3, max_tokens=6, ignore_eos=True)
     assert (sampled.finish_reason, pausing.finish_reason, other.finish_reason) == ("length",) * 3
     assert {"p15": pausing.token_ids, "p17": other.token_ids} == expected
     assert calls["repeat"] > 3
@@ -171,12 +147,12 @@ def test_key_frames_have_what_rounds_accepted(few_tokens: Path, monkeypatch: pyt
         sink = StepSink()
         with recorded_graphs(), pytest.MonkeyPatch.context() as patch:
             calls = count_rounds(patch)
-            host = EngineHost()
-            host.load(config_of(few_tokens, **options))
-            host.set_sink(sink)  # type: ignore[arg-type]
-            answers(host, {"a": PROMPTS["p17"]}, max_tokens=70, ignore_eos=True)
-            host.set_sink(None)
-            host.close()
+            graph_host = EngineHost()
+            graph_host.load(config_of(few_tokens, **options))
+            graph_host.set_sink(sink)  # type: ignore[arg-type]
+            answers(graph_host, {"a": PROMPTS["p17"]}, max_tokens=70, ignore_eos=True)
+            graph_host.set_sink(None)
+            graph_host.close()
         follow_pool(sink, 60, 4)
         chunks = [(data, first, last) for kind, data, first, last in sink.chunks if kind == "steps"]
         # Read anew for each step, so that it is its own key frame that tells.

@@ -19,16 +19,10 @@ from tests.engine.test_equivalence import prompts_of
 from tests.engine.test_lookahead import looking_ahead, rounds_of
 from tests.engine.test_synthetic import synthetic
 from tests.helpers import dense_greedy, load_oracle
-from tests.worker.recorded_graphs import GraphAttention, recorded_graphs
+from tests.worker.recorded_graphs import GraphAttention
 
 PROMPTS = prompts_of([1, 2, 15, 17, 40])
 SMALL: dict[str, Any] = {"model__max_model_len": 96, "scheduler__max_num_seqs": 5}
-
-
-@pytest.fixture
-def replays() -> Iterator[Counter[str]]:
-    with recorded_graphs() as replays:
-        yield replays
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from tests.engine.heads import KINDS, answers_and_rounds, check_drafts, heading,
 from tests.engine.speculating import at_random, scripted, whole
 from tests.helpers import dense_greedy, load_oracle, make_tiny_model
 from tests.spec_decode.tiny_heads import CPU, random_ids
-from tests.worker.recorded_graphs import recorded_graphs
 
 from backend.worker.graph_rounds import GraphRounds  # isort: skip  # once the kernels are the interpreter's
 from backend.worker.round_graphs import RoundGraphs  # isort: skip
@@ -50,24 +48,6 @@ MATRIX: dict[str, dict[str, Any]] = {
 OF_MEDUSA = ("as ever", "preempted", PLAIN_STEPS, ADAPTIVE)
 
 
-@pytest.fixture(autouse=True)
-def check_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERVELAB_DEBUG", "1")
-
-
-@pytest.fixture
-def replays() -> Iterator[Counter[str]]:
-    with recorded_graphs() as replays:
-        yield replays
-
-
-@pytest.fixture
-def host(replays: Counter[str]) -> Iterator[EngineHost]:
-    host = EngineHost()
-    yield host
-    host.close()
-
-
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> dict[HeadKind, Path]:
     folder, target = tmp_path_factory.mktemp("heads"), DenseTarget.load(resolve_source(str(tiny_llama)), CPU)
@@ -84,7 +64,7 @@ def expected(tiny_llama: Path) -> dict[str, list[int]]:
     ("kind", "name"), [*(("eagle", name) for name in MATRIX), *(("medusa", name) for name in OF_MEDUSA)]
 )
 def test_heads_in_graphs(
-    host: EngineHost,
+    graph_host: EngineHost,
     replays: Counter[str],
     tiny_llama: Path,
     heads: dict[HeadKind, Path],
@@ -94,11 +74,11 @@ def test_heads_in_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tokens are the dense model's, and drafts those of the head alone; twice, with and without a prefix in the cache."""
-    host.load(heading(tiny_llama, kind, heads[kind], **SMALL, **MATRIX[name]))
+    graph_host.load(heading(tiny_llama, kind, heads[kind], **SMALL, **MATRIX[name]))
     drafter = load_drafter(heads[kind], tiny_llama)
     monkeypatch.setattr(ReferenceDecoder, "forward", _refuse)
     for _ in range(2):
-        collected, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
+        collected, rounds = answers_and_rounds(graph_host, PROMPTS, **GREEDY)
         assert {key: answer.token_ids for key, answer in collected.items()} == expected
         check_drafts(drafter, PROMPTS, collected, rounds[::3])
         if name in ("preempted", "swapped"):
@@ -110,7 +90,7 @@ def test_heads_in_graphs(
 
 @pytest.mark.parametrize(("kind", "block_size"), [("eagle", 1), ("eagle", 16), ("medusa", 4)])
 def test_rounds_follow_each_other_without_the_host(
-    host: EngineHost,
+    graph_host: EngineHost,
     tiny_llama: Path,
     heads: dict[HeadKind, Path],
     expected: dict[str, list[int]],
@@ -122,29 +102,33 @@ def test_rounds_follow_each_other_without_the_host(
     calls: Counter[str] = Counter()
     for name in ("run", "repeat"):
         monkeypatch.setattr(GraphRounds, name, _counted(getattr(GraphRounds, name), calls, name))
-    host.load(heading(tiny_llama, kind, heads[kind], **SMALL, cache__block_size=block_size))
+    graph_host.load(heading(tiny_llama, kind, heads[kind], **SMALL, cache__block_size=block_size))
     for key, prompt in PROMPTS.items():
         calls.clear()
-        assert answers(host, {key: prompt}, **GREEDY)[key].token_ids == expected[key]
+        assert answers(graph_host, {key: prompt}, **GREEDY)[key].token_ids == expected[key]
         assert calls["repeat"] > 3
     for turn, stopped in enumerate(PROMPTS):
         stop_id = expected[stopped][7]
-        with held(host):
-            going = {key: submit(host, f"{turn}-{key}", prompt, **GREEDY) for key, prompt in PROMPTS.items()}
+        with held(graph_host):
+            going = {key: submit(graph_host, f"{turn}-{key}", prompt, **GREEDY) for key, prompt in PROMPTS.items()}
             sampling: dict[str, Any] = GREEDY | {"stop_token_ids": (stop_id,)}
-            ending = submit(host, f"{turn}-ending", PROMPTS[stopped], **sampling)
-        host.abort(f"{turn}-{list(PROMPTS)[turn - 1]}")
+            ending = submit(graph_host, f"{turn}-ending", PROMPTS[stopped], **sampling)
+        graph_host.abort(f"{turn}-{list(PROMPTS)[turn - 1]}")
         assert ending.finish_reason == "stop"
         assert ending.token_ids == expected[stopped][: expected[stopped].index(stop_id)]
         for key, answer in going.items():
             assert answer.finish_reason == "length" or key == list(PROMPTS)[turn - 1]
             assert answer.token_ids == expected[key][: len(answer.token_ids)]
-    check_idle(host)
+    check_idle(graph_host)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_round_is_drafted_before_the_host_has_heard_of_this_one(
-    host: EngineHost, tiny_llama: Path, heads: dict[HeadKind, Path], kind: HeadKind, monkeypatch: pytest.MonkeyPatch
+    graph_host: EngineHost,
+    tiny_llama: Path,
+    heads: dict[HeadKind, Path],
+    kind: HeadKind,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """But where its tokens have no slots yet; with blocks of one token that is whenever much is accepted."""
     counts: Counter[str] = Counter()
@@ -157,22 +141,22 @@ def test_the_next_round_is_drafted_before_the_host_has_heard_of_this_one(
 
         monkeypatch.setattr(RoundGraphs, name, counted)
     for block_size in (16, 1):
-        host.load(heading(tiny_llama, kind, heads[kind], **SMALL, cache__block_size=block_size))
+        graph_host.load(heading(tiny_llama, kind, heads[kind], **SMALL, cache__block_size=block_size))
         counts.clear()
-        answers(host, {"a": PROMPTS["p17"]}, **GREEDY)
+        answers(graph_host, {"a": PROMPTS["p17"]}, **GREEDY)
         assert counts["verify"] == counts["go_on"] > 5
         assert 1 <= counts["draft"] < counts["verify"] / 2
 
 
 def test_a_head_in_graphs_where_there_are_two_kv_groups(
-    host: EngineHost, replays: Counter[str], tmp_path: Path
+    graph_host: EngineHost, replays: Counter[str], tmp_path: Path
 ) -> None:
     changes = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
     model = make_tiny_model(tmp_path / "model", "Qwen2", **changes)
     target = DenseTarget.load(resolve_source(str(model)), CPU)
     head = save(tmp_path / "head", random_head("eagle", target), "eagle", model, VOCABULARY)
-    host.load(heading(model, "eagle", head, **SMALL, cache__block_size=4))
-    collected, rounds = answers_and_rounds(host, PROMPTS, **GREEDY)
+    graph_host.load(heading(model, "eagle", head, **SMALL, cache__block_size=4))
+    collected, rounds = answers_and_rounds(graph_host, PROMPTS, **GREEDY)
     for key, prompt in PROMPTS.items():
         assert collected[key].token_ids == dense_greedy(model, prompt, 20)
     check_drafts(load_drafter(head, model), PROMPTS, collected, rounds[::3])
@@ -181,31 +165,31 @@ def test_a_head_in_graphs_where_there_are_two_kv_groups(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_requests_beside_greedy_ones_get_the_tokens_that_they_get_without_graphs(
-    host: EngineHost, replays: Counter[str], tiny_llama: Path, heads: dict[HeadKind, Path], kind: HeadKind
+    graph_host: EngineHost, replays: Counter[str], tiny_llama: Path, heads: dict[HeadKind, Path], kind: HeadKind
 ) -> None:
     """Rounds with them are launched op by op, over what graphs have left of prompts and of greedy rounds."""
 
     def both() -> list[dict[str, list[int]]]:
-        alone = answers(host, PROMPTS, **GREEDY)
-        with held(host):
-            greedy = {key: submit(host, key, PROMPTS[key], **GREEDY) for key in ("p1", "p15")}
+        alone = answers(graph_host, PROMPTS, **GREEDY)
+        with held(graph_host):
+            greedy = {key: submit(graph_host, key, PROMPTS[key], **GREEDY) for key in ("p1", "p15")}
             sampled = {
-                key: submit(host, key, PROMPTS[key], temperature=0.8, top_k=20, seed=3, max_tokens=15)
+                key: submit(graph_host, key, PROMPTS[key], temperature=0.8, top_k=20, seed=3, max_tokens=15)
                 for key in ("p2", "p40")
             }
         collected = {**greedy, **sampled}
         assert all(answer.last.speculation is not None for answer in collected.values())
         return [{key: answer.token_ids for key, answer in each.items()} for each in (alone, collected)]
 
-    host.load(heading(tiny_llama, kind, heads[kind], **SMALL))
+    graph_host.load(heading(tiny_llama, kind, heads[kind], **SMALL))
     with_graphs = both()
     assert replays["round_graphs"]
     assert replays["observe_graphs"] > 10
-    host.unload()
+    graph_host.unload()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "capture_cuda_graphs", lambda *args: None)
         patch.setattr(llm_engine, "make_scheduler", make_scheduler)
-        host.load(heading(tiny_llama, kind, heads[kind], **SMALL))
+        graph_host.load(heading(tiny_llama, kind, heads[kind], **SMALL))
     before = replays.copy()
     assert both() == with_graphs
     assert replays == before
@@ -214,12 +198,17 @@ def test_sampled_requests_beside_greedy_ones_get_the_tokens_that_they_get_withou
 @pytest.mark.parametrize("name", ["as ever", "chunks", "preempted"])
 @pytest.mark.parametrize("own", [True, False], ids=["a model", "first layers"])
 def test_a_draft_model_in_graphs(
-    host: EngineHost, replays: Counter[str], tiny_llama: Path, expected: dict[str, list[int]], own: bool, name: str
+    graph_host: EngineHost,
+    replays: Counter[str],
+    tiny_llama: Path,
+    expected: dict[str, list[int]],
+    own: bool,
+    name: str,
 ) -> None:
     """The target as its own draft is right but for near ties, and so only as long as its keys and values are whole."""
     draft = {"speculative__model": str(tiny_llama)} if own else {}
-    host.load(config_of(tiny_llama, speculative__method="draft_model", **draft, **SMALL, **MATRIX[name]))
-    collected = answers(host, PROMPTS, **GREEDY)
+    graph_host.load(config_of(tiny_llama, speculative__method="draft_model", **draft, **SMALL, **MATRIX[name]))
+    collected = answers(graph_host, PROMPTS, **GREEDY)
     assert {key: answer.token_ids for key, answer in collected.items()} == expected
     counts = [answer.last.speculation for answer in collected.values()]
     drafted, accepted = (sum(it[place] for it in counts if it) for place in (1, 2))
@@ -229,11 +218,11 @@ def test_a_draft_model_in_graphs(
 
 
 def test_drafts_that_the_host_makes_are_verified_in_graphs(
-    replays: Counter[str], tiny_llama: Path, expected: dict[str, list[int]], host: EngineHost
+    replays: Counter[str], tiny_llama: Path, expected: dict[str, list[int]], graph_host: EngineHost
 ) -> None:
     """Right, wrong, and of some requests only."""
-    with scripted(host, tiny_llama, whole(PROMPTS, expected), at_random(1), **SMALL) as proposer:
-        collected = answers(host, PROMPTS, **GREEDY)
+    with scripted(graph_host, tiny_llama, whole(PROMPTS, expected), at_random(1), **SMALL) as proposer:
+        collected = answers(graph_host, PROMPTS, **GREEDY)
         assert {key: answer.token_ids for key, answer in collected.items()} == expected
         assert len({drafted for _, drafted, _ in proposer.drafted}) == 6
         origins = Counter(
@@ -245,14 +234,14 @@ def test_drafts_that_the_host_makes_are_verified_in_graphs(
 
 
 def test_a_draft_near_the_end_of_its_model_s_context_is_made_without_graphs(
-    host: EngineHost, replays: Counter[str], tmp_path: Path, tiny_llama: Path
+    graph_host: EngineHost, replays: Counter[str], tmp_path: Path, tiny_llama: Path
 ) -> None:
     short = shutil.copytree(tiny_llama, tmp_path / "short")
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
     prompt = random_ids(512, 20, seed=0).tolist()
-    host.load(config_of(tiny_llama, speculative__method="draft_model", speculative__model=str(short), **SMALL))
-    answer = answers(host, {"a": prompt}, max_tokens=30, ignore_eos=True)["a"]
+    graph_host.load(config_of(tiny_llama, speculative__method="draft_model", speculative__model=str(short), **SMALL))
+    answer = answers(graph_host, {"a": prompt}, max_tokens=30, ignore_eos=True)["a"]
     assert answer.token_ids == dense_greedy(tiny_llama, prompt, 30)
     assert replays["round_graphs"] > 0
 

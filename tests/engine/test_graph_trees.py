@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from tests.engine.heads import (
 from tests.engine.test_draft_trees import Drafted, check_trees
 from tests.helpers import dense_greedy, make_tiny_model
 from tests.spec_decode.tiny_heads import CPU
-from tests.worker.recorded_graphs import recorded_graphs
 
 from backend.worker.tree_graphs import TreeGraphs  # isort: skip  # once the kernels are the interpreter's
 
@@ -51,24 +49,6 @@ OF_MEDUSA = ("as ever", "a budget of 32")
 SHORT = {key: prompt for key, prompt in PROMPTS.items() if len(prompt) <= 40}  # all of them fit in a graph at once
 
 
-@pytest.fixture(autouse=True)
-def check_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERVELAB_DEBUG", "1")
-
-
-@pytest.fixture
-def replays() -> Iterator[Counter[str]]:
-    with recorded_graphs() as replays:
-        yield replays
-
-
-@pytest.fixture
-def host(replays: Counter[str]) -> Iterator[EngineHost]:
-    host = EngineHost()
-    yield host
-    host.close()
-
-
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
     """Every tree that graphs have verified."""
@@ -81,12 +61,12 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
     return found
 
 
-def without_graphs(monkeypatch: pytest.MonkeyPatch, host: EngineHost, *args: Any, **kwargs: Any) -> None:
+def without_graphs(monkeypatch: pytest.MonkeyPatch, graph_host: EngineHost, *args: Any, **kwargs: Any) -> None:
     """Load an engine as `host.load(growing(...))`."""
-    host.unload()
+    graph_host.unload()
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "capture_cuda_graphs", lambda *args: None)
-        host.load(growing(*args, **kwargs))
+        graph_host.load(growing(*args, **kwargs))
 
 
 def told(rounds: list[Round]) -> list[tuple[Any, ...]]:
@@ -101,7 +81,7 @@ def told(rounds: list[Round]) -> list[tuple[Any, ...]]:
     ("kind", "name"), [*(("eagle", name) for name in MATRIX), *(("medusa", name) for name in OF_MEDUSA)]
 )
 def test_tokens_are_those_of_plain_decoding_and_trees_those_of_the_head_alone(
-    host: EngineHost,
+    graph_host: EngineHost,
     replays: Counter[str],
     few_tokens: Path,
     few_tokens_heads: dict[HeadKind, Path],
@@ -114,13 +94,13 @@ def test_tokens_are_those_of_plain_decoding_and_trees_those_of_the_head_alone(
     """And what is told of rounds is what is told without graphs, one by one."""
     options = {**SMALL, **MATRIX[name]}
     is_mixed = name in ("a budget of 32", "preempted")  # prompts beside drafts, which graphs do not take
-    info = host.load(growing(few_tokens, kind, few_tokens_heads[kind], **options))
+    info = graph_host.load(growing(few_tokens, kind, few_tokens_heads[kind], **options))
     tree = info.resolved_config.speculative.draft_tree
     assert tree is not None
     with monkeypatch.context() as patch:
         if not is_mixed:
             patch.setattr(ReferenceDecoder, "forward", _refuse)
-        collected, rounds = answers_and_rounds(host, SHORT, **GREEDY)
+        collected, rounds = answers_and_rounds(graph_host, SHORT, **GREEDY)
     assert {key: answer.token_ids for key, answer in collected.items()} == {
         key: few_tokens_greedy[key] for key in SHORT
     }
@@ -136,15 +116,15 @@ def test_tokens_are_those_of_plain_decoding_and_trees_those_of_the_head_alone(
         return
     assert replays["observe_graphs"] >= replays["decode_graphs"] + replays["mixed_graphs"] > 0
     before = replays.copy()
-    without_graphs(monkeypatch, host, few_tokens, kind, few_tokens_heads[kind], **options)
-    _, expected = answers_and_rounds(host, SHORT, **GREEDY)
+    without_graphs(monkeypatch, graph_host, few_tokens, kind, few_tokens_heads[kind], **options)
+    _, expected = answers_and_rounds(graph_host, SHORT, **GREEDY)
     assert replays == before
     assert told(rounds) == told(expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_tree_is_drafted_before_the_host_has_heard_of_this_one(
-    host: EngineHost,
+    graph_host: EngineHost,
     few_tokens: Path,
     few_tokens_heads: dict[HeadKind, Path],
     verified: list[Drafted],
@@ -162,11 +142,11 @@ def test_the_next_tree_is_drafted_before_the_host_has_heard_of_this_one(
 
         monkeypatch.setattr(TreeGraphs, name, counted)
     budget = {"cache__block_size": 1, "scheduler__max_num_batched_tokens": 26}
-    host.load(growing(few_tokens, kind, few_tokens_heads[kind], **{**SMALL, **budget}))
+    graph_host.load(growing(few_tokens, kind, few_tokens_heads[kind], **{**SMALL, **budget}))
     prompts = {key: PROMPTS[key] for key in ("p17", "p2")}
-    with held(host):
+    with held(graph_host):
         collected = {
-            key: submit(host, key, prompt, max_tokens=8 if key == "p2" else 60, ignore_eos=True)
+            key: submit(graph_host, key, prompt, max_tokens=8 if key == "p2" else 60, ignore_eos=True)
             for key, prompt in prompts.items()
         }
     assert all(answer.last.finish_reason == "length" for answer in collected.values())
@@ -189,7 +169,7 @@ def test_the_next_tree_is_drafted_before_the_host_has_heard_of_this_one(
     ],
 )
 def test_windows(
-    host: EngineHost,
+    graph_host: EngineHost,
     replays: Counter[str],
     tmp_path: Path,
     architecture: str,
@@ -204,8 +184,8 @@ def test_windows(
     expected = {key: dense_greedy(model, prompt, 24) for key, prompt in prompts.items()}
     texts = {key: [*prompt, *expected[key]] for key, prompt in prompts.items()}
     plant_paths(monkeypatch, DEFAULT_TREES["eagle"], texts, (25, 8, 15, 3, 21))
-    host.load(growing(model, "eagle", head, **SMALL, cache__block_size=4))
-    collected, rounds = answers_and_rounds(host, prompts, **GREEDY)
+    graph_host.load(growing(model, "eagle", head, **SMALL, cache__block_size=4))
+    collected, rounds = answers_and_rounds(graph_host, prompts, **GREEDY)
     assert {key: answer.token_ids for key, answer in collected.items()} == expected
     assert num_accepted(rounds) > 30
     assert replays["tree_graphs"] > 10
@@ -213,7 +193,7 @@ def test_windows(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_requests_beside_greedy_ones(
-    host: EngineHost,
+    graph_host: EngineHost,
     replays: Counter[str],
     few_tokens: Path,
     few_tokens_heads: dict[HeadKind, Path],
@@ -224,30 +204,30 @@ def test_sampled_requests_beside_greedy_ones(
     """Rounds with them are launched op by op, over what graphs have left of prompts and of greedy rounds, and before others."""
 
     def both() -> list[int]:
-        with held(host):
-            greedy = {key: submit(host, key, PROMPTS[key], **GREEDY) for key in ("p1", "p15")}
-            sampled = submit(host, "p2", PROMPTS["p2"], temperature=0.8, top_k=20, seed=3, max_tokens=5)
+        with held(graph_host):
+            greedy = {key: submit(graph_host, key, PROMPTS[key], **GREEDY) for key in ("p1", "p15")}
+            sampled = submit(graph_host, "p2", PROMPTS["p2"], temperature=0.8, top_k=20, seed=3, max_tokens=5)
         for key, answer in greedy.items():
             assert answer.last is not None
             assert answer.token_ids == few_tokens_greedy[key]
         assert sampled.last.finish_reason == "length"
         return sampled.token_ids
 
-    host.load(growing(few_tokens, kind, few_tokens_heads[kind], **SMALL))
+    graph_host.load(growing(few_tokens, kind, few_tokens_heads[kind], **SMALL))
     with_graphs = both()
     assert replays["tree_graphs"] > 2
-    without_graphs(monkeypatch, host, few_tokens, kind, few_tokens_heads[kind], **SMALL)
+    without_graphs(monkeypatch, graph_host, few_tokens, kind, few_tokens_heads[kind], **SMALL)
     assert both() == with_graphs
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sd_5_trees_reach_to_the_end_of_the_context_and_not_beyond(
-    host: EngineHost, few_tokens: Path, few_tokens_heads: dict[HeadKind, Path], kind: HeadKind
+    graph_host: EngineHost, few_tokens: Path, few_tokens_heads: dict[HeadKind, Path], kind: HeadKind
 ) -> None:
     context = 64
     prompts = {key: PROMPTS["p100"][:length] for key, length in {"a": 38, "b": 57, "c": 60, "d": 62}.items()}
-    host.load(growing(few_tokens, kind, few_tokens_heads[kind], model__max_model_len=context))
-    collected, rounds = answers_and_rounds(host, prompts, max_tokens=50, ignore_eos=True)
+    graph_host.load(growing(few_tokens, kind, few_tokens_heads[kind], model__max_model_len=context))
+    collected, rounds = answers_and_rounds(graph_host, prompts, max_tokens=50, ignore_eos=True)
     for key, prompt in prompts.items():
         assert collected[key].token_ids == dense_greedy(few_tokens, prompt, context - len(prompt))
         assert collected[key].finish_reason == "length"
