@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
-from app import cli_quality_tables, formatting, terminal
+from app import cli_quality_saturation, cli_quality_tables, formatting, terminal
 from app.cli_models import progress
 from app.cli_options import ConfigSetOption, JsonOption
 from app.settings_input import engine_config
@@ -22,6 +22,8 @@ _Table = Callable[[TextIO], None]  # prints itself
 
 if TYPE_CHECKING:
     from backend.config import EngineConfig
+    from backend.experiments.fp8_saturation import Saturation
+    from backend.experiments.ranges import GroupRange
     from backend.models.loader import LoadedModel
     from backend.models.sources import ModelSource
 
@@ -53,7 +55,11 @@ def quality(
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens of the text to read; all by default.")] = None,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Also each quantized layer's error, and the largest channels of its input.")
+        bool,
+        typer.Option(
+            "--layers",
+            help="Also each quantized layer's error, the largest channels of its input, and what saturates in fp8.",
+        ),
     ] = False,
     sensitivity: Annotated[
         Literal["kind", "layer"] | None,
@@ -61,7 +67,10 @@ def quality(
     ] = None,
     ranges: Annotated[
         bool,
-        typer.Option("--ranges", help="Also how far weights, activations, keys, values and attention logits reach."),
+        typer.Option(
+            "--ranges",
+            help="Also how far weights, activations, keys, values and attention logits reach, and in which channel.",
+        ),
     ] = False,
     questions: Annotated[
         bool, typer.Option("--questions", help="Also how many of 40 short questions are answered word for word.")
@@ -118,6 +127,7 @@ def _measure(
 
     configure_cpu_environment()
 
+    from backend.experiments.fp8_saturation import watched_saturation
     from backend.experiments.layer_error import comparable_layers, measure_layer_errors, scan_sensitivity
     from backend.experiments.quality import load_pair, measure_quality
     from backend.experiments.ranges import measure_ranges, order, summarize_ranges
@@ -145,9 +155,15 @@ def _measure(
     }
     tables: list[_Table] = [partial(cli_quality_tables.print_quality, quality)]
     if layers and reference:
-        errors = measure_layer_errors(model, reference, token_ids, on_progress=on_tokens, **read)
-        document["layers"] = [asdict(error) for error in errors]
+        with watched_saturation(model, reference) as count:
+            errors = measure_layer_errors(model, reference, token_ids, on_progress=on_tokens, **read)
+        saturations = {(each.layer, each.kind): each for each in count()}
+        document["layers"] = [
+            asdict(error) | {"saturation": _counts(saturations.get((error.layer, error.kind)))} for error in errors
+        ]
         tables.append(partial(cli_quality_tables.print_layers, errors))
+        if saturations:
+            tables.append(partial(cli_quality_saturation.print_saturation, list(saturations.values())))
     if sensitivity and reference:
         on_parts = partial(_say, status, "parts")
         parts = scan_sensitivity(model, reference, token_ids, sensitivity, on_progress=on_parts, **read)
@@ -165,8 +181,20 @@ def _measure(
                 "groups": [asdict(group) for group in groups],
                 "layers": [asdict(row) for row in found],
             }
-            tables.append(partial(cli_quality_tables.print_ranges, name, groups))
+            tables.append(partial(cli_quality_tables.print_ranges, name, [_with_outlier(group) for group in groups]))
     return document, tables
+
+
+def _counts(saturation: Saturation | None) -> dict[str, int] | None:
+    """Of a layer in fp8, beside what names the layer."""
+    if saturation is None:
+        return None
+    return {name: value for name, value in asdict(saturation).items() if name not in ("layer", "kind")}
+
+
+def _with_outlier(group: GroupRange) -> GroupRange:
+    """For the table, where the part's name tells the outlier's channel too."""
+    return replace(group, part=", ".join([group.part, *(f"{axis} {index}" for axis, index in group.outlier.items())]))
 
 
 def _check_is_plain(config: EngineConfig, other: EngineConfig, loaded: LoadedModel) -> None:

@@ -29,6 +29,9 @@ VERDICTS = {
     "worse": {"light": "#B8430A", "dark": "#FF8F5C"},
 }
 
+# Where a token comes from, under speculation.
+ACCEPTED, RECOVERED, BONUS = "#009E73", "#CC79A7", "#56B4E9"
+
 _RUNS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#8C7A00", "#D55E00")
 
 

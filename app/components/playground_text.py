@@ -8,6 +8,7 @@ from html import escape
 from typing import NamedTuple
 
 from app import formatting
+from app.components import palette
 from app.components.playground_answer import PLAIN, Token
 
 
@@ -18,9 +19,11 @@ class Origin(NamedTuple):
 
 
 ORIGINS = {
-    "accepted": Origin("#009E73", "solid", "Drafted, and accepted by the target."),
-    "recovered": Origin("#CC79A7", "dotted", "Drawn by the target in place of a draft that it rejected."),
-    "bonus": Origin("#CC79A7", "double", "Drawn by the target on top, where it had accepted all drafts of a round."),
+    "accepted": Origin(palette.ACCEPTED, "solid", "Drafted, and accepted by the target."),
+    "recovered": Origin(palette.RECOVERED, "dotted", "Drawn by the target in place of a draft that it rejected."),
+    "bonus": Origin(
+        palette.BONUS, "double", "Drawn by the target on top, where it had accepted all drafts of a round."
+    ),
     PLAIN: Origin("#8A94A3", "none", "Drawn by the target in a step without drafts."),
 }
 

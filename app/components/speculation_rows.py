@@ -19,11 +19,11 @@ class Kind(NamedTuple):
 
 # All opaque, with dark text on them: the same picture on light and on dark.
 CELLS = {
-    "accepted": Kind("#009E73", "Drafted, and the target agreed."),
+    "accepted": Kind(palette.ACCEPTED, "Drafted, and the target agreed."),
     "rejected": Kind("#D55E00", "Drafted, and the target did not agree."),
     "not tested": Kind("#F2C3A5", "Drafted behind a rejected token, so nobody looked at it."),
-    "recovered": Kind("#CC79A7", "Drawn by the target in place of the rejected token."),
-    "bonus": Kind("#E3B4D0", "Drawn by the target on top: it had accepted the whole draft."),
+    "recovered": Kind(palette.RECOVERED, "Drawn by the target in place of the rejected token."),
+    "bonus": Kind(palette.BONUS, "Drawn by the target on top: it had accepted the whole draft."),
     "behind the end": Kind(palette.FREE, "Accepted or drawn behind the end of the output, and not delivered."),
 }
 

@@ -1,12 +1,13 @@
 """How far the values in a model reach: weights, activations, keys and values, attention logits, over the start of a text.
 
 What reaches further, or has a heavier tail, leaves a grid of few codes less for the rest. "weights < activations < KV <
-attention logits" is the order that is commonly expected; `order` gives the one that is found.
+attention logits" is the order that is commonly expected; `order` gives the one that is found. Often it is a single channel
+that reaches so far: each range names the one that its largest value is in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
@@ -37,6 +38,9 @@ class Range:
             a cache rounds them; "scores", scaled, of the pairs that attention looks at.
         p999: 99.9th percentile of the absolute values, by linear interpolation.
         kurtosis: E[(x - mean)^4] / var^2, which is 3 for a normal distribution; None where all values are equal.
+        outlier: where the largest value is, counted from 0: of weights the "output" and "input" of the layer, outputs of
+            projections side by side counted through in the order of `part`'s name (queries, keys, values; gate, up); of
+            activations the "input"; of keys and values the KV "head" and the "channel" in it; of scores the query "head".
     """
 
     group: str
@@ -45,6 +49,7 @@ class Range:
     max_abs: float
     p999: float
     kurtosis: float | None
+    outlier: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,7 @@ class GroupRange:
     part: str
     p999: float
     kurtosis: float | None
+    outlier: Mapping[str, int]
 
 
 def measure_ranges(
@@ -84,7 +90,7 @@ def measure_ranges(
             on_progress("measuring ranges", layer, len(decoder.layers))
             for kind, name in KINDS.items():
                 module = decoder.get_submodule(f"layers.{layer}.{name}")
-                found.append(_range(WEIGHTS, layer, kind, dense_weight(module, dtype)))
+                found.append(_range(WEIGHTS, layer, kind, dense_weight(module, dtype), ("output", "input")))
                 hooks.callback(module.register_forward_pre_hook(_InputProbe(found, layer, kind)).remove)
         ids = torch.tensor(read, device=model.device)
         attention = _AttentionProbe(runner.attention, found)
@@ -109,6 +115,7 @@ def summarize_ranges(ranges: Sequence[Range]) -> list[GroupRange]:
                 largest.part,
                 median(each.p999 for each in members),
                 median(kurtoses) if kurtoses else None,
+                largest.outlier,
             )
         )
     return groups
@@ -126,7 +133,7 @@ class _InputProbe:
         self._found, self._layer, self._kind = found, layer, kind
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self._found.append(_range(ACTIVATIONS, self._layer, self._kind, inputs[0]))
+        self._found.append(_range(ACTIVATIONS, self._layer, self._kind, inputs[0], (None, "input")))
 
 
 class _AttentionProbe:
@@ -140,9 +147,9 @@ class _AttentionProbe:
         self, query: Tensor, key: Tensor, value: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata
     ) -> Tensor:
         layer, self._layer = self._layer, self._layer + 1
-        self._found.append(_range(KV, layer, "keys", key))
-        self._found.append(_range(KV, layer, "values", value))
-        self._found.append(_range(LOGITS, layer, "scores", _scores(query, key, layer_cache.window)))
+        self._found.append(_range(KV, layer, "keys", key, (None, "head", "channel")))
+        self._found.append(_range(KV, layer, "values", value, (None, "head", "channel")))
+        self._found.append(_range(LOGITS, layer, "scores", _scores(query, key, layer_cache.window), ("head", None)))
         return self._attention.write(query, key, value, layer_cache, metadata)
 
     def forward(self, query: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata, scale: float) -> Tensor:
@@ -150,7 +157,7 @@ class _AttentionProbe:
 
 
 def _scores(query: Tensor, key: Tensor, window: int | None) -> Tensor:
-    """float32 [num_scores] of [num_tokens, heads, head_dim]: q k / sqrt(head_dim) of the pairs that are not masked."""
+    """float32 [num_heads, num_pairs] of [num_tokens, heads, head_dim]: q k / sqrt(head_dim) of the pairs that are not masked."""
     import torch
 
     num_tokens, num_heads, head_dim = query.shape
@@ -162,9 +169,15 @@ def _scores(query: Tensor, key: Tensor, window: int | None) -> Tensor:
     return scores[:, seen]
 
 
-def _range(group: str, layer: int, part: str, values: Tensor) -> Range:
-    values = values.float().flatten()
+def _range(group: str, layer: int, part: str, values: Tensor, axes: Sequence[str | None]) -> Range:
+    """Args:
+    values: of any dtype and shape, an axis for each of `axes`, which names those that an outlier is told by.
+    """
+    import torch
+
+    shape, values = values.shape, values.float().flatten()
     sizes = values.abs()
+    largest = torch.unravel_index(sizes.argmax(), shape)
     centred = values.double() - values.double().mean()
     variance = float(centred.square().mean())
     return Range(
@@ -174,6 +187,7 @@ def _range(group: str, layer: int, part: str, values: Tensor) -> Range:
         max_abs=float(sizes.max()),
         p999=_percentile(sizes, 0.999),
         kurtosis=float(centred.pow(4).mean()) / variance**2 if variance else None,
+        outlier={axis: int(index) for axis, index in zip(axes, largest, strict=True) if axis is not None},
     )
 
 
