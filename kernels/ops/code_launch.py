@@ -21,7 +21,7 @@ from kernels.reference.int_words import CHUNK
 BITS = (4, 8)
 MIN_GROUP = 32  # columns
 MAX_FEW_TOKENS = 16  # that `project_codes` takes at once
-MAX_REGISTER_TOKENS = 64  # that `project_in_registers` does
+MAX_REGISTER_TOKENS = 32  # that `project_in_registers` does
 # Of 16 rows' words by a warp, so many that its registers hold: a share that is no longer is asked for all at once.
 MAX_LOADS = 8
 MAX_LOADS_ALONE = 16  # of up to 8 tokens, beside nothing but scales
@@ -142,17 +142,9 @@ def default_int_tiles(num_tokens: int, num_rows: int, num_columns: int, bits: in
         else:
             block_n, shares = 32 if num_rows > 4096 else 16, 4
         return Tiles(block_m, block_n, CHUNK, min(shares, triton.next_power_of_2(num_chunks)), 1)
-    if num_tokens <= 32:
+    if num_tokens <= MAX_REGISTER_TOKENS:
         return Tiles(32, 128, CHUNK, 8, 1)
-    is_wide = num_rows >= 16384
-    if num_tokens <= MAX_REGISTER_TOKENS and bits == 4 and not is_wide:
-        return Tiles(64, 64, CHUNK, 4, 1)
-    return Tiles(64, 128 if is_wide else 64, CHUNK, 4, 3)
-
-
-def keeps_codes_in_registers(tiles: Tiles) -> bool:
-    """Whether more than `MAX_FEW_TOKENS` tokens go by `project_in_registers`, which has no stages to put codes in."""
-    return tiles.block_m <= MAX_REGISTER_TOKENS and tiles.num_stages == 1
+    return Tiles(64, 128 if num_rows >= 16384 else 64, CHUNK, 4, 3)
 
 
 class FusedLaunch(NamedTuple):

@@ -1,7 +1,7 @@
 """The product of many tokens with a weight of integer codes, in tiles. Not an op: the kernel that `int_linear` launches.
 
-Of few enough tokens codes stay in the registers, see `kernels.ops.code_register_tiles`; of more they reach the matrix unit
-through shared memory, as x does.
+Of up to 32 tokens codes stay in the registers, see `kernels.ops.code_register_tiles`; of more they reach the matrix unit through
+shared memory, as x does.
 """
 
 from __future__ import annotations

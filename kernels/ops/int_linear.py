@@ -13,10 +13,10 @@ from kernels.ops.checks import check_tensor
 from kernels.ops.code_launch import (
     MAGIC,
     MAX_FEW_TOKENS,
+    MAX_REGISTER_TOKENS,
     code_arguments,
     default_int_tiles,
     few_tokens_options,
-    keeps_codes_in_registers,
 )
 from kernels.ops.code_matrix import dequantize_codes
 from kernels.ops.code_projection import project_codes
@@ -147,12 +147,12 @@ def int_linear(
         output: where to write, x.dtype or float32 (for logits) [num_tokens, N], strides (any, 1); may be `residual`; a new
             tensor of x.dtype by default
         tiles: how to cut the product, by default chosen from the sizes. With block_m 1, 8 or 16 a warp takes a share of the
-            inputs, and block_n is a multiple of 16; with 32 or 64 in one stage it takes 16 rows, and block_n is a multiple of
-            those of all warps; with more stages, block_n is from 64
+            inputs, and block_n is a multiple of 16; with 32 it takes 16 rows, and block_n is a multiple of those of all
+            warps; with more, block_n is from 64
     Returns:
         `output`. Nothing else is mutated.
     Raises:
-        ValueError: a shape, dtype, device or stride is not as above, or tiles of one stage have too many warps.
+        ValueError: a shape, dtype, device or stride is not as above, or tiles of block_m 32 have too many warps.
     """
     code = code_arguments(x, words, bits, scales, zero_points, minimums)
     num_tokens, num_columns = x.shape
@@ -189,9 +189,11 @@ def int_linear(
             launch_pdl=pdl,  # pyright: ignore[reportCallIssue]  (a launch option, not the kernel's)
         )
         return output
-    in_registers = keeps_codes_in_registers(tiles)
+    in_registers = tiles.block_m <= MAX_REGISTER_TOKENS
     if in_registers and tiles.block_n % (16 * tiles.num_warps):
-        raise ValueError(f"tiles are {tiles}; in one stage block_n is a multiple of 16 rows of {tiles.num_warps} warps")
+        raise ValueError(
+            f"tiles are {tiles}; with block_m {tiles.block_m} block_n is a multiple of 16 rows of {tiles.num_warps} warps"
+        )
     splits = _num_splits(grid[0] * grid[1], code.num_chunks)
     partial_shape = (grid[0] * grid[1] * splits, tiles.block_n, tiles.block_m) if splits > 1 else (0,)
     many_tokens_kernel[(*grid, splits)](

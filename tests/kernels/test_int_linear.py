@@ -20,7 +20,6 @@ ONE = Tiles(1, 16, 128, 2, 1)
 FEW = Tiles(8, 32, 128, 1, 1)
 MANY = Tiles(16, 16, 128, 4, 1)
 REGISTERS = Tiles(32, 128, 128, 4, 1)
-MANY_REGISTERS = Tiles(64, 64, 128, 4, 1)
 SHARED = Tiles(64, 64, 128, 4, 2)
 
 
@@ -54,7 +53,7 @@ STORED = (
     (8, 384, 192),
     (8, 96, 32),
 )  # bits, columns, group size
-BATCHES = ((1, ONE), (9, FEW), (11, MANY), (17, REGISTERS), (35, MANY_REGISTERS), (33, SHARED))
+BATCHES = ((1, ONE), (9, FEW), (11, MANY), (17, REGISTERS), (33, SHARED))
 
 
 @pytest.mark.parametrize(
