@@ -127,7 +127,7 @@ def _measure(
 
     configure_cpu_environment()
 
-    from backend.experiments.fp8_saturation import watched_saturation
+    from backend.experiments.fp8_saturation import measure_saturation
     from backend.experiments.layer_error import comparable_layers, measure_layer_errors, scan_sensitivity
     from backend.experiments.quality import load_pair, measure_quality
     from backend.experiments.ranges import measure_ranges, order, summarize_ranges
@@ -155,15 +155,15 @@ def _measure(
     }
     tables: list[_Table] = [partial(cli_quality_tables.print_quality, quality)]
     if layers and reference:
-        with watched_saturation(model, reference) as count:
-            errors = measure_layer_errors(model, reference, token_ids, on_progress=on_tokens, **read)
-        saturations = {(each.layer, each.kind): each for each in count()}
+        errors = measure_layer_errors(model, reference, token_ids, on_progress=on_tokens, **read)
+        found = measure_saturation(model, reference, token_ids, on_progress=on_tokens, **read)
+        saturations = {(each.layer, each.kind): each for each in found}
         document["layers"] = [
             asdict(error) | {"saturation": _counts(saturations.get((error.layer, error.kind)))} for error in errors
         ]
         tables.append(partial(cli_quality_tables.print_layers, errors))
-        if saturations:
-            tables.append(partial(cli_quality_saturation.print_saturation, list(saturations.values())))
+        if found:
+            tables.append(partial(cli_quality_saturation.print_saturation, found))
     if sensitivity and reference:
         on_parts = partial(_say, status, "parts")
         parts = scan_sensitivity(model, reference, token_ids, sensitivity, on_progress=on_parts, **read)

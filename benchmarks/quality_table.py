@@ -29,7 +29,8 @@ def text_table(result: Result) -> str:
     """The same for a terminal, with the reason where figures are missing, and what has to hold."""
     rows = [HEADER, *_rows(result)]
     lines = [_what(result), "", *text_lines(rows, [row.get("problem", "") for row in result["results"]])]
-    lines += ["", *(f"{note}\n" for note in _notes(result))]
+    lines += [line for note in _notes(result) for line in ("", note)]
+    lines.append("")
     lines += [f"{'holds' if each['holds'] else 'FAILS'}  {each['what']}" for each in result["requirements"]]
     return "\n".join(lines)
 
@@ -56,7 +57,7 @@ def _what(result: Result) -> str:
 
 
 def _notes(result: Result) -> list[str]:
-    """Why `int8` takes more than `w8a8_int8`, which stores the same codes, where it does."""
+    """Why `int8` takes more than `w8a8_int8`, which has as many codes and scales, where it does."""
     bits = {row["variant"]: row["bits_per_weight"] for row in result["results"] if "bits_per_weight" in row}
     own, other = bits.get("int8"), bits.get("w8a8_int8")
     if result["card"] is None or own is None or other is None or own <= other:

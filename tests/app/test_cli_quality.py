@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from app.cli import main
 from backend.config import EngineConfig, QuantizationSettings
@@ -14,11 +16,15 @@ from backend.experiments.layer_error import measure_layer_errors, scan_sensitivi
 from backend.experiments.quality import load_pair, measure_quality
 from backend.models import loader
 from backend.models.sources import resolve_source
+from backend.quantization.fp8 import FP8, FP8Weight
 from backend.tokenizer import load_tokenizer
+from tests.experiments.planted import plant_outliers
 from tests.helpers import make_tiny_llama
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 INT4 = ["--set", "quantization.method=int4", "--set", "quantization.group_size=32"]
+# Kind, weights and inputs of dummy:tiny's layers.
+FP8_LAYERS = [("qkv", 160 * 64, 64), ("output", 64 * 96, 96), ("gate_up", 320 * 64, 64), ("down", 64 * 160, 160)]
 FIGURES = {
     "perplexity",
     "num_tokens",
@@ -98,6 +104,71 @@ def test_layers_and_what_each_kind_costs(text: Path, capsys: pytest.CaptureFixtu
         [part.quality.perplexity for part in parts]
     )
     assert all(row["num_tokens"] == 99 for row in shown["sensitivity"])
+
+
+def test_what_saturates_in_fp8(text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with scales of their own making have nothing to cut off, until the scales of one matrix are a tenth."""
+    arguments = ["--set", "quantization.method=fp8", "--reference", "self", "--layers"]
+    shown = measured(text, capsys, *arguments)
+    for row, (kind, num_weights, num_inputs) in zip(shown["layers"], 3 * FP8_LAYERS, strict=True):
+        assert row["kind"] == kind
+        num_activations = (shown["num_tokens"] + 1) * num_inputs
+        assert row["saturation"] == {
+            "saturated_weights": 0,
+            "num_weights": num_weights,
+            "saturated_activations": 0,
+            "num_activations": num_activations,
+        }
+    made: list[FP8Weight] = []
+    quantize = FP8.quantize
+
+    def shrunk(self: FP8, weight: Tensor) -> FP8Weight:
+        packed = quantize(self, weight)
+        made.append(packed)
+        return packed if len(made) > 1 else replace(packed, scales=packed.scales / 10)
+
+    monkeypatch.setattr(FP8, "quantize", shrunk)
+    cut_off = [row["saturation"]["saturated_weights"] for row in measured(text, capsys, *arguments)["layers"]]
+    assert cut_off[0] > 0
+    assert cut_off[1:] == [0] * 11
+    made.clear()
+    assert main(["quality", "dummy:tiny", "--text", str(text), *arguments]) == 0
+    output = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in output[output.index("Saturated weights") :].splitlines()[2:]]
+    num_weights = sum(num_weights for _, num_weights, _ in FP8_LAYERS)
+    num_activations = sum(num_inputs for _, _, num_inputs in FP8_LAYERS) * (shown["num_tokens"] + 1)
+    assert lines == [
+        f"0 qkv {cut_off[0]:,} of {FP8_LAYERS[0][1]:,} 0 of {64 * (shown['num_tokens'] + 1):,}",
+        f"all 12 fp8 {cut_off[0]:,} of {3 * num_weights:,} 0 of {3 * num_activations:,}",
+    ]
+    assert main(["quality", "dummy:tiny", "--text", str(text), *INT4, "--reference", "self", "--layers"]) == 0
+    assert "Saturated" not in capsys.readouterr().out
+    assert {row["saturation"] for row in measured(text, capsys, *INT4, *arguments[2:])["layers"]} == {None}
+
+
+def test_outliers_are_named_beside_their_ranges(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_tiny_llama(tmp_path / "model")
+    planted = plant_outliers(folder)
+    arguments = ["quality", str(folder), "--text", str(text), "--ranges"]
+    assert main(arguments) == 0
+    output = capsys.readouterr().out
+    for group, where in (
+        ("weights", "layer 2, down, output 5, input 9"),
+        ("activations", "layer 2, down, input 11"),
+        ("KV", "layer 2, values, head 2, channel 4"),
+        ("attention logits", "layer 1, scores, head 4"),
+    ):
+        (line,) = [line for line in output.splitlines() if line.startswith(f"{group} ") and "layer" in line]
+        assert where in line
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["ranges"]["model"]
+    assert {row["group"]: (row["layer"], row["part"], row["outlier"]) for row in found["groups"]} == planted
+    for group, (layer, part, outlier) in planted.items():
+        assert [
+            row["outlier"]
+            for row in found["layers"]
+            if (row["group"], row["layer"], row["part"]) == (group, layer, part)
+        ] == [outlier]
 
 
 def test_ranges_and_questions(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

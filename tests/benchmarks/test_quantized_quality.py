@@ -124,6 +124,50 @@ def test_the_table() -> None:
     assert text.splitlines()[-2:] == ["holds  awq is better", "FAILS  fp8 is near"]
 
 
+NOTE = (
+    "int8 takes 8.71 bits per weight beside 8.05 of w8a8_int8 because its codes come in chunks of 128 inputs on CUDA, so that "
+    "576 inputs take room for 640."
+)
+
+
+@pytest.mark.parametrize(
+    ("card", "bits", "notes"),
+    [
+        ("NVIDIA H200", {"int8": 8.7135, "w8a8_int8": 8.0469}, [NOTE]),
+        ("NVIDIA H200", {"int8": 8.0469, "w8a8_int8": 8.0469}, []),  # a model of multiples of 128 inputs
+        (None, {"int8": 8.7135, "w8a8_int8": 8.0469}, []),
+        ("NVIDIA H200", {"int8": 8.7135}, []),
+        ("NVIDIA H200", {"int8": None, "w8a8_int8": 8.0469}, []),  # it failed
+    ],
+)
+def test_why_int8_takes_more_is_said_where_it_does(
+    card: str | None, bits: dict[str, float | None], notes: list[str]
+) -> None:
+    common = {"weights_bytes": 2**20, "perplexity": 20.0, "num_tokens": 1023, "kl_mean": 0.05, "top1_agreement": 0.9}
+    result = {
+        "model": "m",
+        "text": "test.txt",
+        "calibration": "valid.txt",
+        "card": card,
+        "date": "2026-12-01",
+        "commit": None,
+        "environment": {"cpu": "A CPU", "versions": {"torch": "2.11"}},
+        "options": {"windows": 128, "window_length": 512},
+        "results": [
+            {"variant": variant, "problem": "no"}
+            if size is None
+            else {"variant": variant, "bits_per_weight": size} | common
+            for variant, size in bits.items()
+        ],
+        "requirements": [{"what": "fp8 is near", "holds": False}],
+    }
+    said = [line for note in notes for line in ("", note)]
+    lines = quality_table.markdown([result]).splitlines()
+    assert lines[4 + len(bits) :] == [*said, "", "What does not hold: fp8 is near."]
+    text = quality_table.text_table(result).splitlines()
+    assert text[3 + len(bits) :] == [*said, "", "FAILS  fp8 is near"]
+
+
 def test_the_readme_shows_the_stored_results() -> None:
     text = table.README.read_text(encoding="utf-8")
     shown = quality_table.markdown(quality_table.load_results(table.RESULTS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,21 @@ def test_the_default_model_on_a_page_of_text(smollm2: ModelSource) -> None:
     expected, count = guide_perplexity(load_oracle(smollm2.path), token_ids, 1024, 1024)
     quality = measure_quality(load_text_model(smollm2, EngineConfig()), token_ids)
     assert (quality.num_tokens, quality.perplexity) == (count, pytest.approx(expected, rel=1e-4))
+
+
+@pytest.mark.slow
+def test_the_default_model_on_wikitext(smollm2: ModelSource) -> None:
+    """In float32 on the beginning of its test set, in windows of 1,024 tokens, none of which is put before the text."""
+    name = os.environ.get("SERVELAB_WIKITEXT")
+    if not name:
+        pytest.skip("SERVELAB_WIKITEXT does not name WikiText-2's test set, a text file that is no part of the project")
+    text = Path(name).read_text(encoding="utf-8")[:200_000]
+    token_ids = load_tokenizer(smollm2).encode(text)[:8192]
+    assert len(token_ids) == 8192
+    model = load_text_model(smollm2, EngineConfig().with_overrides({"model.dtype": "float32"}))
+    quality = measure_quality(model, token_ids, window=1024, stride=1024)
+    assert smollm2.path is not None
+    expected, num_tokens = guide_perplexity(load_oracle(smollm2.path), token_ids, 1024, 1024)
+    assert quality.num_tokens == num_tokens == 8 * 1023
+    assert quality.perplexity == pytest.approx(expected, rel=1e-4)
+    assert quality.perplexity == pytest.approx(23.61, abs=0.005)

@@ -25,6 +25,7 @@ from backend.experiments.ranges import (
 )
 from backend.experiments.text_pass import TextModel, load_text_model
 from backend.models.sources import ModelSource
+from tests.experiments.planted import plant_outliers
 from tests.helpers import load_oracle, make_tiny_model
 
 IDS = torch.randint(0, 512, (90,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -34,6 +35,13 @@ WEIGHTS = {
     "output": ["self_attn.o_proj"],
     "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
     "down": ["mlp.down_proj"],
+}
+# Of what transformers' model computes with, behind its axis of one text.
+AXES = {
+    "weights": {"output": 0, "input": 1},
+    "activations": {"input": -1},
+    "KV": {"head": 1, "channel": -1},
+    "attention logits": {"head": 1},
 }
 
 
@@ -89,6 +97,12 @@ def assert_range(measured: Range, values: np.ndarray) -> None:
     assert measured.max_abs == pytest.approx(sizes.max(), rel=1e-5)
     assert measured.p999 == pytest.approx(np.percentile(sizes, 99.9), rel=1e-5)
     assert measured.kurtosis == pytest.approx(scipy.stats.kurtosis(values.ravel(), fisher=False), rel=1e-5)
+    axes = AXES[measured.group]
+    assert list(measured.outlier) == list(axes)
+    named: list[Any] = [slice(None)] * values.ndim
+    for name, axis in axes.items():
+        named[axis] = measured.outlier[name]
+    assert np.abs(values[tuple(named)]).max() == pytest.approx(sizes.max(), rel=1e-5)
 
 
 def test_ranges_are_those_of_what_transformers_computes_with(
@@ -114,6 +128,13 @@ def test_of_a_quantized_model_the_weights_are_what_it_multiplies_by(
         assert_range(each, np.round((weight - low) / step) * step + low)
 
 
+def test_planted_outliers_are_named(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "Mistral", sliding_window=WINDOW)
+    planted = plant_outliers(folder)
+    groups = summarize_ranges(measure_ranges(load(folder), IDS))
+    assert {each.group: (each.layer, each.part, each.outlier) for each in groups} == planted
+
+
 def test_a_model_is_left_as_it_was(folder: Path) -> None:
     model = load(folder)
     before = measure_quality(model, IDS)
@@ -123,11 +144,21 @@ def test_a_model_is_left_as_it_was(folder: Path) -> None:
 
 def test_a_group_is_its_largest_value_and_the_medians() -> None:
     ranges = [
-        Range(group, layer, "part", max_abs=scale * (layer + 1), p999=scale * p999, kurtosis=kurtosis)
+        Range(
+            group,
+            layer,
+            "part",
+            max_abs=scale * (layer + 1),
+            p999=scale * p999,
+            kurtosis=kurtosis,
+            outlier={"input": layer},
+        )
         for scale, group in enumerate(reversed(EXPECTED_ORDER), start=1)
         for layer, (p999, kurtosis) in enumerate([(0.5, 3.0), (0.9, None), (0.1, 5.0)])
     ]
     groups = summarize_ranges(ranges)
-    assert groups[0] == GroupRange("weights", max_abs=12, layer=2, part="part", p999=2.0, kurtosis=4.0)
+    assert groups[0] == GroupRange(
+        "weights", max_abs=12, layer=2, part="part", p999=2.0, kurtosis=4.0, outlier={"input": 2}
+    )
     assert [each.group for each in groups] == list(EXPECTED_ORDER)
     assert order(groups) == list(reversed(EXPECTED_ORDER))
