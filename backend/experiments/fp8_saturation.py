@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from backend.experiments.layer_error import KINDS, comparable_layers, dense_weight
+from backend.experiments.layer_error import KINDS, activation_dtype, comparable_layers, dense_weight, run_in_windows
 from backend.experiments.quality import ProgressCallback, check_text
 from backend.experiments.text_pass import TextModel
 
@@ -64,7 +64,7 @@ def measure_saturation(
     read = check_text(token_ids, [model, reference], window=window, stride=window, max_tokens=max_tokens)
     layers = comparable_layers(model, reference)
     decoder = reference.loaded.model
-    dtype = decoder.final_norm.weight.dtype
+    dtype = activation_dtype(reference)
     probes: list[_Probe] = []
     with torch.inference_mode(), ExitStack() as hooks:
         for layer in range(len(decoder.layers)):
@@ -79,12 +79,7 @@ def measure_saturation(
                 hooks.callback(module.register_forward_pre_hook(probes[-1]).remove)
         if not probes:
             return []
-        runner = reference.through_modules()
-        caches = runner.allocate(min(window, len(read)))
-        for start in range(0, len(read), window):
-            on_progress("counting what saturates", start, len(read))
-            runner.run(read[start : start + window], caches)
-        on_progress("counting what saturates", len(read), len(read))
+        run_in_windows(reference, read, window, "counting what saturates", on_progress)
     return [probe.result() for probe in probes]
 
 

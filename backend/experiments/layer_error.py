@@ -94,19 +94,14 @@ def measure_layer_errors(
 
     read = check_text(token_ids, [model, reference], window=window, stride=window, max_tokens=max_tokens)
     layers = comparable_layers(model, reference)
-    runner = reference.through_modules()
-    caches = runner.allocate(min(window, len(read)))
-    dtype = _dtype(reference)
+    dtype = activation_dtype(reference)
     with torch.inference_mode(), ExitStack() as hooks:
         probes = {}
         for path, layer in layers.items():
             module = reference.loaded.model.get_submodule(path)
             probes[path] = probe = _Probe(dense_weight(module, dtype), layer.packed)
             hooks.callback(module.register_forward_pre_hook(probe).remove)
-        for start in range(0, len(read), window):
-            on_progress("measuring layers", start, len(read))
-            runner.run(read[start : start + window], caches)
-        on_progress("measuring layers", len(read), len(read))
+        run_in_windows(reference, read, window, "measuring layers", on_progress)
         return [probe.result(*_place(path)) for path, probe in probes.items()]
 
 
@@ -157,11 +152,11 @@ def comparable_layers(model: TextModel, reference: TextModel) -> dict[str, Quant
     """
     from backend.layers.quantized_linear import QuantizedLinear
 
-    decoder, other, dtype = model.loaded.model, reference.loaded.model, _dtype(reference)
+    decoder, other, dtype = model.loaded.model, reference.loaded.model, activation_dtype(reference)
     shapes = [_linear_shapes(each) for each in (decoder, other)]
     if shapes[0] != shapes[1]:
         raise ConfigError(f"the layers of {model.name} and of its reference {reference.name} have other shapes")
-    if (model.device, _dtype(model)) != (reference.device, dtype):
+    if (model.device, activation_dtype(model)) != (reference.device, dtype):
         raise ConfigError("layers are compared in one dtype on one device; model and reference differ in them")
     if not model.loaded.num_quantized_layers:
         raise ConfigError(f"{model.name} has no quantized layer to look at; set quantization.method")
@@ -254,8 +249,24 @@ def _place(path: str) -> tuple[int, str]:
     return int(layer), next(kind for kind, module in KINDS.items() if module == name)
 
 
-def _dtype(model: TextModel) -> torch.dtype:
+def activation_dtype(model: TextModel) -> torch.dtype:
     return model.loaded.model.final_norm.weight.dtype
+
+
+def run_in_windows(
+    model: TextModel, token_ids: Sequence[int], window: int, what: str, on_progress: ProgressCallback
+) -> None:
+    """Run a text through a model's modules, whose hooks see all of it, in windows that do not overlap.
+
+    Args:
+        what: is done by it, for `on_progress`.
+    """
+    runner = model.through_modules()
+    caches = runner.allocate(min(window, len(token_ids)))
+    for start in range(0, len(token_ids), window):
+        on_progress(what, start, len(token_ids))
+        runner.run(token_ids[start : start + window], caches)
+    on_progress(what, len(token_ids), len(token_ids))
 
 
 @contextmanager

@@ -52,20 +52,17 @@ def few_tokens_options(
     """The constants of `project_nf4`, and of the launch, that say how it is cut."""
     pdl = supports_pdl(device)
     options = share_options(num_columns, tiles.num_warps, MAX_CHUNKS * 16 // tiles.block_n)
-    return (
-        options
-        | all_registers(tiles.num_warps)
-        | {
-            "LEVEL_SCALE": LEVEL_SCALE[dtype],
-            "BLOCK": block_columns(num_columns, num_blocks),
-            "BLOCK_M": tiles.block_m,
-            "BLOCK_N": tiles.block_n,
-            "ASM": device.type == "cuda",
-            "PDL": pdl,
-            "num_stages": 1,
-            "launch_pdl": pdl,
-        }
-    )
+    options |= all_registers(tiles.num_warps)
+    return options | {
+        "LEVEL_SCALE": LEVEL_SCALE[dtype],
+        "BLOCK": block_columns(num_columns, num_blocks),
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "ASM": device.type == "cuda",
+        "PDL": pdl,
+        "num_stages": 1,
+        "launch_pdl": pdl,
+    }
 
 
 def block_columns(num_columns: int, num_blocks: int) -> int:
