@@ -7,6 +7,9 @@ at every position:
 
 A tree is cut to its first k levels: each costs a draft, and each of its nodes a verification.
 
+A length that is about as good as the best one is kept: rates wander, and a device that repeats a round before its result is
+known has to wait whenever the length changes.
+
 Times are not measured but taken from fixed costs, and rates are counted: so a request's tokens do not depend on a clock.
 """
 
@@ -19,7 +22,8 @@ from backend.analysis.speculation import constant_rate_length
 from backend.request import Request
 
 FIRST_RATE = 0.6  # of a request of which nothing is known
-MEMORY = 0.9  # what a tested token leaves of the rate before it
+MEMORY = 0.93  # what a tested token leaves of the rate before it
+KEPT_SHARE = 0.95  # of the best length's speed, with which another one is kept
 PROBE_STEPS = 32  # in one step of so many, a token is drafted for whose drafts are left out
 _RESOLUTION = 100  # of rates
 
@@ -87,7 +91,7 @@ class AdaptiveLength:
         self._lengths = [
             [constant_rate_length(place / _RESOLUTION, k) for k in range(most + 1)] for place in range(_RESOLUTION + 1)
         ]
-        self._best: dict[int, list[int]] = {}  # batch size -> rate -> tokens
+        self._speeds: dict[int, list[list[float]]] = {}  # batch size -> rate -> length -> times plain decoding's
         self._num_steps = 0
 
     def limits(self, requests: Sequence[Request]) -> list[int]:
@@ -99,6 +103,8 @@ class AdaptiveLength:
             return []
         limits = self._worth(requests)
         self._num_steps += 1
+        for request, k in zip(requests, limits, strict=True):
+            request.draft_length = k
         # For all in the same step: they share the passes of a draft model.
         return [max(1, k) for k in limits] if self._num_steps % PROBE_STEPS == 0 else limits
 
@@ -109,42 +115,51 @@ class AdaptiveLength:
     def repeats(self, requests: Sequence[Request], limits: Sequence[int]) -> bool:
         """Whether a step in which these decode has these limits, which then counts as such."""
         is_probe = (self._num_steps + 1) % PROBE_STEPS == 0
-        if is_probe or (requests and self._worth(requests) != list(limits)):
+        if (is_probe and not all(limits)) or (requests and self._worth(requests) != list(limits)):
             return False
         self._num_steps += 1
         return True
 
     def _worth(self, requests: Sequence[Request]) -> list[int]:
         places = [round(_rate_of(request) * _RESOLUTION) for request in requests]
-        best = self._best_with(len(requests))
-        limits = [best[place] for place in places]
+        speeds = self._speeds_with(len(requests))
+        limits = [_choose(speeds[place], request.draft_length) for place, request in zip(places, requests, strict=True)]
         mean_length = sum(self._lengths[place][k] for place, k in zip(places, limits, strict=True)) / len(limits)
         drafting = self._cost.draft * max(limits)
         verifying = self._cost.verify(len(limits)) * sum(self._num_nodes[k] for k in limits) / len(limits)
-        if mean_length <= 1 + self._cost.of_round(len(limits)) + drafting + verifying:
+        time = 1 + self._cost.of_round(len(limits)) + drafting + verifying
+        was_off = all(request.draft_length == 0 for request in requests)
+        if mean_length * (KEPT_SHARE if was_off else 1.0) <= time:
             limits = [0] * len(limits)
         return limits
 
     def pays_at_first(self) -> bool:
         """Whether a request that is alone is drafted for while nothing is known of it."""
-        return self._best_with(1)[round(FIRST_RATE * _RESOLUTION)] > 0
+        return _choose(self._speeds_with(1)[round(FIRST_RATE * _RESOLUTION)], None) > 0
 
     def learn(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """A round of the request has ended."""
         rate = 1 - (1 - _rate_of(request)) * MEMORY**num_accepted
         request.draft_rate = rate * MEMORY if num_accepted < num_draft_tokens else rate
 
-    def _best_with(self, batch_size: int) -> list[int]:
-        if batch_size not in self._best:
+    def _speeds_with(self, batch_size: int) -> list[list[float]]:
+        if batch_size not in self._speeds:
             draft, verify, of_round = self._cost.draft, self._cost.verify(batch_size), self._cost.of_round(batch_size)
             costs = [
                 1 + of_round * (k > 0) + draft * k + verify * num_nodes for k, num_nodes in enumerate(self._num_nodes)
             ]
-            self._best[batch_size] = [
-                max(range(len(of_rate)), key=lambda k, of_rate=of_rate: of_rate[k] / costs[k])
-                for of_rate in self._lengths
+            self._speeds[batch_size] = [
+                [length / cost for length, cost in zip(lengths, costs, strict=True)] for lengths in self._lengths
             ]
-        return self._best[batch_size]
+        return self._speeds[batch_size]
+
+
+def _choose(speeds: Sequence[float], kept: int | None) -> int:
+    """The fastest length, or `kept`, the request's last one, which is hardly slower; but none that loses against 0."""
+    best = max(range(len(speeds)), key=speeds.__getitem__)
+    if kept is None or not best or speeds[kept] < KEPT_SHARE * speeds[best] or speeds[kept] < speeds[0]:
+        return best
+    return kept
 
 
 def _rate_of(request: Request) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from backend.config import EngineConfig
@@ -83,48 +83,62 @@ def answer_questions(
     max_requests: int | None = None,
     on_step: Callable[[int], None] = lambda num_answers: None,
 ) -> list[Answer]:
-    """Drive an engine that has nothing else to do until all is answered.
+    """Drive an engine that has nothing else to do until all is answered, one batch of questions after another.
+
+    Greedy questions that stand together are a batch, and so are the samples of each other one: so nobody's drafts are held up
+    by the prompts of others, nor, where only greedy rounds have CUDA graphs, by their sampling.
 
     Args:
-        max_requests: that it has at once; None: it takes of all of them what it can.
+        max_requests: that it has at once; None: it takes of a batch what it can.
         on_step: called after every step with the number of answers that are complete.
     Raises:
         RequestError: a question cannot be served.
         EngineError: one was not answered to its end.
     """
-    if max_requests is not None:  # the samples of a prompt come all at once
-        questions = [
-            Question(question.token_ids, question.sampling.sample(index))
-            for question in questions
-            for index in range(question.sampling.n)
-        ]
-    waiting = deque(enumerate(questions))
     token_ids: dict[str, list[int]] = {}
     origins: dict[str, list[str]] = {}
     stopped: set[str] = set()
-    num_open = num_answers = 0
-    while num_open or waiting:
-        while waiting and (max_requests is None or num_open < max_requests):
-            index, question = waiting.popleft()
+    num_open = num_answers = num_questions = 0
+    for batch in _batches(questions, max_requests):
+        for question in batch:
             prompt, sampling = list(question.token_ids), question.sampling
             engine.check_request(prompt, sampling)
-            for request_id in engine.add_request(str(index), prompt, sampling, time.perf_counter()):
+            for request_id in engine.add_request(str(num_questions), prompt, sampling, time.perf_counter()):
                 token_ids[request_id], origins[request_id] = [], []
                 num_open += 1
-        for event in engine.step():
-            request_id, count = event.request_id, len(event.token_ids)
-            token_ids[request_id] += event.token_ids
-            origins[request_id] += (event.origins or ["plain"] * count)[:count]
-            if event.finish_reason is not None:
-                if event.finish_reason not in ("stop", "length"):
-                    raise EngineError(event.error or f"a request ended by {event.finish_reason}")
-                if event.finish_reason == "stop":
-                    stopped.add(request_id)
-                num_open, num_answers = num_open - 1, num_answers + 1
-        on_step(num_answers)
+            num_questions += 1
+        while num_open:
+            for event in engine.step():
+                request_id, count = event.request_id, len(event.token_ids)
+                token_ids[request_id] += event.token_ids
+                origins[request_id] += (event.origins or ["plain"] * count)[:count]
+                if event.finish_reason is not None:
+                    if event.finish_reason not in ("stop", "length"):
+                        raise EngineError(event.error or f"a request ended by {event.finish_reason}")
+                    if event.finish_reason == "stop":
+                        stopped.add(request_id)
+                    num_open, num_answers = num_open - 1, num_answers + 1
+            on_step(num_answers)
     return [
         Answer(tuple(ids), tuple(origins[request_id]), request_id in stopped) for request_id, ids in token_ids.items()
     ]
+
+
+def _batches(questions: Sequence[Question], max_requests: int | None) -> Iterator[list[Question]]:
+    """What is asked together; samples count each by itself where there are at most `max_requests` of them."""
+    for _, members in groupby(
+        enumerate(questions), key=lambda each: each[0] if each[1].sampling.temperature > 0 else -1
+    ):
+        batch = [question for _, question in members]
+        if max_requests is None:
+            yield batch
+            continue
+        batch = [
+            Question(question.token_ids, question.sampling.sample(index))
+            for question in batch
+            for index in range(question.sampling.n)
+        ]
+        yield from (batch[start : start + max_requests] for start in range(0, len(batch), max_requests))
 
 
 @dataclass(slots=True)

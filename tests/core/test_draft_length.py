@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from backend.core.draft_length import PROBE_STEPS, SMALL_ON_CUDA, AdaptiveLength, DraftCost
+from backend.core.draft_length import KEPT_SHARE, PROBE_STEPS, SMALL_ON_CUDA, AdaptiveLength, DraftCost
 from backend.request import Request
 from backend.sampling_params import SamplingParams
 from tests.core.paged_machine import generate
@@ -65,6 +65,42 @@ def test_it_is_the_number_with_the_most_tokens_per_time(
     )
     if not of_round:
         assert bool(limits[0]) == (rate > draft + verify), "a draft pays that is accepted more often than it costs"
+
+
+@pytest.mark.parametrize(("draft", "of_any"), [(0.0, 0.0), (0.06, 0.09), (0.2, 0.1)])
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_a_length_is_kept_that_is_about_as_good_as_the_best(batch_size: int, draft: float, of_any: float) -> None:
+    """While a rate wanders: it never loses against plain decoding, and changes where it gains a twentieth, to the best one."""
+    length = AdaptiveLength(5, DraftCost(draft, SMALL_ON_CUDA, of_any))
+    verify = verify_cost(batch_size, *COSTS[SMALL_ON_CUDA])
+    rng, rate, kept, num_changes, num_best_changes, last_best = random.Random(7), 0.6, None, 0, 0, None
+    requests = [request_with(rate) for _ in range(batch_size)]
+    for step in range(1, 2000):
+        rate = round(min(0.95, max(0.0, rate + rng.uniform(-0.05, 0.05))), 2)
+        for request in requests:
+            request.draft_rate = rate
+        (k,) = set(length.limits(requests))
+        if step % PROBE_STEPS == 0 and k == 1:
+            continue
+        speeds = [expected_speedup(rate, each, draft, verify, of_any) for each in range(6)]
+        best = speeds.index(max(speeds))
+        assert speeds[k] >= 1.0 - 1e-9
+        assert speeds[k] >= KEPT_SHARE * max(speeds) - 1e-9
+        if kept is not None and k != kept:
+            assert k == best or k == 0
+            assert speeds[kept] < max(1.0, KEPT_SHARE * max(speeds)) + 1e-9
+            num_changes += 1
+        num_best_changes += last_best is not None and best != last_best
+        kept, last_best = k, best
+    assert 0 < num_changes < num_best_changes / 2
+
+
+def test_a_step_in_which_everybody_drafts_anyway_is_no_probe() -> None:
+    """So rounds go on being repeated through it."""
+    length, requests = AdaptiveLength(5, DraftCost()), [request_with(0.8), request_with(0.7)]
+    limits = length.limits(requests)
+    assert all(limits)
+    assert all(length.repeats(requests, limits) for _ in range(3 * PROBE_STEPS))
 
 
 def test_it_is_off_where_too_many_requests_decode() -> None:

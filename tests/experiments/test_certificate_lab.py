@@ -23,6 +23,7 @@ from backend.experiments.certificate_teacher import PlainTeacher
 from backend.metrics.stats import Phase, RunEnd, RunStart
 from backend.sample.rejection_sampler import RejectionSampler, VerifiedRound
 from backend.sampling_params import SamplingParams
+from tests.engine.heads import let_draft_only_where_graphs_do
 from tests.helpers import dense_greedy, dense_logits, make_tiny_llama
 
 ALWAYS = {"speculative.method": "ngram", "speculative.adaptive": False}
@@ -99,6 +100,29 @@ def test_answers_are_the_same_in_any_company(engines: tuple[LLMEngine, LLMEngine
         assert [answer.token_ids for answer in apart] == [answer.token_ids for answer in together]
     with pytest.raises(RequestError, match="the prompt is empty"):
         answer_questions(engines[0], [Question((), SamplingParams())])
+
+
+def test_where_prompts_would_keep_drafts_back_every_token_behind_the_first_is_still_of_a_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More answers than requests that run at a time, by the rule of a card whose rounds have CUDA graphs."""
+    let_draft_only_where_graphs_do(monkeypatch)
+    settings = {"model.name": "dummy:tiny", "scheduler.max_num_seqs": 64, "scheduler.max_num_batched_tokens": 2048}
+    engine = load_engine(NGRAM.with_overrides(settings), lambda phase: None).engine
+    every_token = tuple(torch.randperm(512, generator=torch.Generator().manual_seed(0)).tolist())
+    sampled = SamplingParams(max_tokens=4, temperature=1.0, n=16, seed=3)
+    questions = [
+        *(Question((*every_token, token_id), SamplingParams(max_tokens=12)) for token_id in range(3)),
+        Question(every_token, sampled),
+        Question(every_token, sampled),
+    ]
+    try:
+        answers = answer_questions(engine, questions, max_requests=8)
+    finally:
+        engine.executor.shutdown()
+    assert len(answers) == 3 + 2 * 16
+    # The last token of an answer has no room for a draft.
+    assert all("plain" not in answer.origins[1:-1] for answer in answers)
 
 
 class Sink:
