@@ -5,6 +5,9 @@ at every position:
 
     speedup = (1 + accepted tokens of a round) / (1 + round cost + k (draft cost + verify cost))
 
+What is looked up in a text is not always found: accepted tokens and the cost of each count by the share of rounds that had
+any, and the cost of a round counts whole.
+
 A tree is cut to its first k levels: each costs a draft, and each of its nodes a verification.
 
 A length that is about as good as the best one is kept: rates wander, and a device that repeats a round before its result is
@@ -22,10 +25,10 @@ from backend.analysis.speculation import constant_rate_length
 from backend.request import Request
 
 FIRST_RATE = 0.6  # of a request of which nothing is known
-MEMORY = 0.93  # what a tested token leaves of the rate before it
+MEMORY = 0.93  # what a tested token leaves of the rate before it, and a round of the share of rounds that had drafts
 KEPT_SHARE = 0.95  # of the best length's speed, with which another one is kept
 PROBE_STEPS = 32  # in one step of so many, a token is drafted for whose drafts are left out
-_RESOLUTION = 100  # of rates
+_RESOLUTION = 100  # of rates and shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class AdaptiveLength:
         self._lengths = [
             [constant_rate_length(place / _RESOLUTION, k) for k in range(most + 1)] for place in range(_RESOLUTION + 1)
         ]
-        self._speeds: dict[int, list[list[float]]] = {}  # batch size -> rate -> length -> times plain decoding's
+        self._known_speeds: dict[tuple[int, int, int], list[float]] = {}
         self._num_steps = 0
 
     def limits(self, requests: Sequence[Request]) -> list[int]:
@@ -121,37 +124,51 @@ class AdaptiveLength:
         return True
 
     def _worth(self, requests: Sequence[Request]) -> list[int]:
-        places = [round(_rate_of(request) * _RESOLUTION) for request in requests]
-        speeds = self._speeds_with(len(requests))
-        limits = [_choose(speeds[place], request.draft_length) for place, request in zip(places, requests, strict=True)]
-        mean_length = sum(self._lengths[place][k] for place, k in zip(places, limits, strict=True)) / len(limits)
+        batch_size = len(requests)
+        is_free = not self._cost.of_round(batch_size)  # then a round without drafts is like a plain step
+        known = [
+            (round(_rate_of(it) * _RESOLUTION), _RESOLUTION if is_free else round(_share_of(it) * _RESOLUTION))
+            for it in requests
+        ]
+        limits = [
+            _choose(self._speeds(batch_size, *each), request.draft_length)
+            for each, request in zip(known, requests, strict=True)
+        ]
+        num_further = verified = 0.0  # tokens, of all requests
+        for (rate, share), k in zip(known, limits, strict=True):
+            num_further += share / _RESOLUTION * (self._lengths[rate][k] - 1)
+            verified += share / _RESOLUTION * self._num_nodes[k]
         drafting = self._cost.draft * max(limits)
-        verifying = self._cost.verify(len(limits)) * sum(self._num_nodes[k] for k in limits) / len(limits)
-        time = 1 + self._cost.of_round(len(limits)) + drafting + verifying
+        verifying = self._cost.verify(batch_size) * verified / batch_size
+        time = 1 + self._cost.of_round(batch_size) + drafting + verifying
         was_off = all(request.draft_length == 0 for request in requests)
-        if mean_length * (KEPT_SHARE if was_off else 1.0) <= time:
-            limits = [0] * len(limits)
+        if (1 + num_further / batch_size) * (KEPT_SHARE if was_off else 1.0) <= time:
+            limits = [0] * batch_size
         return limits
 
     def pays_at_first(self) -> bool:
         """Whether a request that is alone is drafted for while nothing is known of it."""
-        return _choose(self._speeds_with(1)[round(FIRST_RATE * _RESOLUTION)], None) > 0
+        return _choose(self._speeds(1, round(FIRST_RATE * _RESOLUTION), _RESOLUTION), None) > 0
 
     def learn(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
-        """A round of the request has ended."""
-        rate = 1 - (1 - _rate_of(request)) * MEMORY**num_accepted
-        request.draft_rate = rate * MEMORY if num_accepted < num_draft_tokens else rate
+        """A round of the request has ended; without any drafted token there was nothing to draft."""
+        share = _share_of(request) * MEMORY
+        request.draft_share = share + 1 - MEMORY if num_draft_tokens else share
+        if num_draft_tokens:
+            rate = 1 - (1 - _rate_of(request)) * MEMORY**num_accepted
+            request.draft_rate = rate * MEMORY if num_accepted < num_draft_tokens else rate
 
-    def _speeds_with(self, batch_size: int) -> list[list[float]]:
-        if batch_size not in self._speeds:
-            draft, verify, of_round = self._cost.draft, self._cost.verify(batch_size), self._cost.of_round(batch_size)
-            costs = [
-                1 + of_round * (k > 0) + draft * k + verify * num_nodes for k, num_nodes in enumerate(self._num_nodes)
-            ]
-            self._speeds[batch_size] = [
-                [length / cost for length, cost in zip(lengths, costs, strict=True)] for lengths in self._lengths
-            ]
-        return self._speeds[batch_size]
+    def _speeds(self, batch_size: int, rate: int, share: int) -> list[float]:
+        """Of each length, in times plain decoding's; the rate and the share in parts of `_RESOLUTION`."""
+        key = (batch_size, rate, share)
+        if key not in self._known_speeds:
+            verify, of_round = self._cost.verify(batch_size), self._cost.of_round(batch_size)
+            self._known_speeds[key] = speeds = [1.0]
+            for k in range(1, len(self._num_nodes)):
+                cost = self._cost.draft * k + verify * self._num_nodes[k]
+                found = share / _RESOLUTION
+                speeds.append((1 + found * (self._lengths[rate][k] - 1)) / (1 + of_round + found * cost))
+        return self._known_speeds[key]
 
 
 def _choose(speeds: Sequence[float], kept: int | None) -> int:
@@ -160,6 +177,10 @@ def _choose(speeds: Sequence[float], kept: int | None) -> int:
     if kept is None or not best or speeds[kept] < KEPT_SHARE * speeds[best] or speeds[kept] < speeds[0]:
         return best
     return kept
+
+
+def _share_of(request: Request) -> float:
+    return 1.0 if request.draft_share is None else request.draft_share
 
 
 def _rate_of(request: Request) -> float:

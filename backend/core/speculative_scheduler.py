@@ -122,7 +122,7 @@ class SpeculativeScheduler(Scheduler):
             num_draft_tokens, num_accepted = verified.get(request_id, (0, 0))
             if reason is None:
                 self._drafted[request_id] = num_draft_tokens
-            if num_draft_tokens and self._length is not None:
+            if request_id in granted and self._length is not None:
                 self._length.learn(request, num_draft_tokens, num_accepted)
             origins = _origins(num_draft_tokens, num_accepted)
             outputs.append(RequestOutput(request_id, new_token_ids, reason, None, origins, num_draft_tokens))

@@ -213,9 +213,15 @@ class HeadModelRunner(SpeculativeModelRunner):
         self._last_pass = GraphPass(self._states_of(hidden), tensors.token_rows, tensors.metadata)
         return hidden
 
-    def _start(self, batch: InputBatch, scheduled: SchedulerOutput) -> tuple[list[str], Tensor]:
-        batch.update(scheduled)  # a graph that goes on by itself would leave out what the head is told of each step
-        return self._carry_out(batch.build(scheduled))
+    def _repeat(self, batch: InputBatch, scheduled: SchedulerOutput) -> tuple[list[str], Tensor] | None:
+        repeated = super()._repeat(batch, scheduled)
+        if repeated is not None:
+            assert self._observe_graphs is not None
+            assert self._proposer is not None
+            # A token of each request again, behind which comes what was sampled: what the head was told still holds.
+            self._observe_graphs.replay(self._left)
+            self._proposer.observed()
+        return repeated
 
     def _carry_out(self, step: StepInput) -> tuple[list[str], Tensor]:
         carried_out = super()._carry_out(step)

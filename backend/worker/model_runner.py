@@ -259,17 +259,23 @@ class ModelRunner:
 
     def _start(self, batch: InputBatch, scheduled: SchedulerOutput) -> tuple[list[str], Tensor]:
         """The requests that the step samples, and what becomes of each: see `_sample`."""
-        graphs = self._decode_graphs
-        if graphs is not None:
-            max_seq_len = batch.repeats(scheduled)
-            if max_seq_len is not None and graphs.holds(max_seq_len):
-                step = batch.build_repeat(scheduled)
-                output = graphs.replay_again(step, self._uploads)
-                if step.sampling is None:
-                    return step.request_ids, output.outcomes
-                return step.request_ids, self._sample(output.logits, step.sampling, self._upload(step.rows))
+        repeated = self._repeat(batch, scheduled)
+        if repeated is not None:
+            return repeated
         batch.update(scheduled)
         return self._carry_out(batch.build(scheduled))
+
+    def _repeat(self, batch: InputBatch, scheduled: SchedulerOutput) -> tuple[list[str], Tensor] | None:
+        """`_start` of a step that the graph of the last one goes on to by itself; None where it is another one."""
+        graphs = self._decode_graphs
+        max_seq_len = batch.repeats(scheduled) if graphs is not None else None
+        if graphs is None or max_seq_len is None or not graphs.holds(max_seq_len):
+            return None
+        step = batch.build_repeat(scheduled)
+        output = graphs.replay_again(step, self._uploads)
+        if step.sampling is None:
+            return step.request_ids, output.outcomes
+        return step.request_ids, self._sample(output.logits, step.sampling, self._upload(step.rows))
 
     def _carry_out(self, step: StepInput) -> tuple[list[str], Tensor]:
         graphs = self._decode_graphs

@@ -161,6 +161,32 @@ def test_the_rate_of_a_request_is_learnt_from_its_rounds(rate: float) -> None:
     assert sum(seen[100:]) / len(seen[100:]) == pytest.approx(rate, abs=0.08)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("of_any", [0.0, 0.4])
+def test_rounds_that_find_nothing_count_where_a_round_costs_anything(of_any: float, share: float) -> None:
+    """A look-up is free where the device does not wait for it: then what is found now and then still pays."""
+    verify, num_rounds, rng = 0.02, 400, random.Random(3)
+    length = AdaptiveLength(5, DraftCost(0.0, "cuda", of_any))
+    request = request_with(0.6)
+    verify = verify_cost(1, *COSTS["cuda"])
+    rates = [expected_speedup(0.6, k, 0.0, verify) for k in range(6)]
+    found = [rng.random() < share for _ in range(num_rounds)]
+    num_on = 0
+    for is_found in found:
+        (k,) = length.limits([request])
+        num_on += k > 0
+        length.learn(request, 3 * is_found, 2 * is_found)
+        request.draft_rate = 0.6
+    assert max(rates) > 1
+
+    def mean_speedup(k: int) -> float:
+        lengths = share * (expected_speedup(0.6, k, 0.0, 0.0) - 1)
+        return (1 + lengths) / (1 + of_any + share * k * verify)
+
+    pays = max(mean_speedup(k) for k in range(1, 6)) > 1
+    assert num_on > 0.9 * num_rounds if pays or not of_any else num_on < 0.2 * num_rounds
+
+
 def test_drafts_that_are_never_right_are_soon_left_out() -> None:
     lab = SpeculativeLab(num_right=0, num_blocks=200, adaptive=True)
     lab.add("a", prompt_of(5), max_tokens=100)

@@ -10,9 +10,12 @@ import pytest
 from backend.engine.engine_host import EngineHost
 from tests.engine.integrity import MadeEngines
 from tests.helpers import dense_greedy, load_oracle, make_tiny_llama
+from tests.interpreter import interpret_without_cuda
 
 if TYPE_CHECKING:
     from backend.spec_decode.heads.head_config import HeadKind
+
+interpret_without_cuda()  # before any file of this folder imports a kernel
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -45,6 +45,7 @@ from tests.helpers import dense_greedy, load_oracle, make_tiny_llama, make_tiny_
 from tests.spec_decode.tiny_heads import CPU, greedy_conversations
 from tests.worker.recorded_graphs import recorded_graphs
 
+from backend.worker.decode_graphs import DecodeGraphs  # isort: skip  # once the kernels are the interpreter's
 from backend.worker.graph_rounds import GraphRounds  # isort: skip  # once the kernels are the interpreter's
 
 Heads = dict[tuple[HeadKind, str], Path]  # by kind, and "random" or "trained"
@@ -141,6 +142,32 @@ def test_drafts_in_graphs_are_those_of_the_head_alone_where_many_are_accepted(
     check_drafts(load_drafter(folder, model), PROMPTS, collected, rounds)
     assert replays["round_graphs"] > 20
     assert num_repeated() > 0
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_a_head_reads_plain_steps_that_go_on_by_themselves(
+    model: Path, heads: Heads, expected: dict[str, list[int]], kind: HeadKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longer prompt is the later one to decode: both do so without drafts, and then it is alone, and has some."""
+    folder, pair = heads[kind, "trained"], {key: PROMPTS[key] for key in ("p1", "p100")}
+    small = {"model__max_model_len": 128, "scheduler__max_num_seqs": 2, "scheduler__max_num_batched_tokens": 12}
+    calls, replay_again = [], DecodeGraphs.replay_again
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return replay_again(*args)
+
+    monkeypatch.setattr(DecodeGraphs, "replay_again", counted)
+    with recorded_graphs():
+        host = EngineHost()
+        host.load(heading(model, kind, folder, speculative__max_batch=1, cache__block_size=4, **small))
+        collected, rounds = answers_and_rounds(host, pair, **GREEDY)
+        host.close()
+    assert {key: answer.token_ids for key, answer in collected.items()} == {key: expected[key] for key in pair}
+    assert len(calls) > 5
+    later = [it for it in rounds if it.request_id == "p100"]
+    assert later
+    check_drafts(load_drafter(folder, model), pair, collected, later)
 
 
 def test_key_frames_of_rounds_that_begin_before_the_last_one_is_known_have_what_it_accepted(
