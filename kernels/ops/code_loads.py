@@ -113,8 +113,13 @@ def load_x(
     PARTS: tl.constexpr,
     EVEN: tl.constexpr,
     BROADCAST: tl.constexpr,
+    WORDS: tl.constexpr = False,
 ):
-    """Of each share's chunk number `index`, part by part: [t, token, share, token tile, place, 8 columns]."""
+    """Of each share's chunk number `index`, part by part: [t, token, share, token tile, place, 8 columns].
+
+    With WORDS, pairs of 16 bits are int32, [.., 4]: as such they go round a loop in the registers in which they are loaded and
+    multiplied, and not one by one.
+    """
     chunk = first_chunk + index
     parts = ()
     for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
@@ -129,5 +134,13 @@ def load_x(
         else:
             x_inside = (offset + column < num_columns) & (chunk < end_chunk)[None, None, :, None, None, None]
             x = tl.load(part_ptrs, mask=x_mask & x_inside, other=0.0)
-        parts += (x,)
+        parts += (_as_words(x) if WORDS else x,)
     return parts
+
+
+@triton.jit
+def _as_words(x):
+    """[t, token, share, token tile, place, 8] of 16 bits -> int32 [.., 4]."""
+    pairs = tl.reshape(x.to(tl.int16, bitcast=True), [4, 8, x.shape[2], x.shape[3], x.shape[4], 4, 2])
+    left, right = tl.split(pairs)
+    return (left.to(tl.int32) & 0xFFFF) | (right.to(tl.int32) << 16)

@@ -24,6 +24,7 @@ from kernels.ops import (
     byte_linear,
     byte_projection,
     byte_qkv_rotary_store,
+    int_linear,
     nf4_dequantize,
     nf4_gated_linear,
     nf4_linear,
@@ -103,6 +104,15 @@ for kind, product in (("fp8e4nv", "f32.f16.f16.f32"), ("i8", "s32.s8.s8.s32")):
         assert "wgmma" in ptx
         assert ("cp.async.bulk.tensor" in ptx) == tma
         assert ("cp.async.bulk.prefetch.L2" in ptx) == tma
+
+# Codes of 8 bits with nothing but scales: of two chunks, sixteen steps of one product each, and two codes at a time made for it.
+for group, kind in ((0, "bf16"), (32, "fp16")):
+    sizes = {"BITS": 8, "ORIGIN": "none", "GROUP": group, "BLOCK_M": 1, "BLOCK_N": 16, "SHARES": 4, "EVEN": True}
+    sizes |= {"AHEAD": 2, "ONCE": True}
+    ptx = compiled(int_linear._few_tokens_kernel, sizes, without=("origins_ptr",), x_ptr=f"*{kind}")
+    kind = kind.replace("fp", "f")
+    assert (ptx.count("mma.sync"), ptx.count(f"fma.rn.{kind}x2")) == (16, 64)
+    assert f"fma.rn.{kind} " not in ptx and f"fma.rn.{kind}\t" not in ptx
 
 scaled = {"LEVEL_SCALE": 1.0, "ASM": True}
 for block_m, block, even, kind in ((1, 64, True, "bf16"), (8, 128, False, "fp16")):

@@ -4,16 +4,19 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from kernels.ops.code_launch import few_tokens_options
+from kernels.ops.code_launch import MAGIC, few_tokens_options
+from kernels.ops.int_codes import byte_pairs, signed_scaling
 from kernels.ops.int_linear import MAX_TOKENS, int_linear
 from kernels.ops.projection import Tiles
 from kernels.reference.code_grid import CodeGrid
-from kernels.reference.int_words import from_chunks, to_chunks, unpack_words
+from kernels.reference.int_words import from_chunks, pack_words, to_chunks, unpack_words
 from kernels.registry import REGISTRY
 from tests.kernels.code_oracle import naive_matrix, stored_code
-from tests.kernels.oracle import KERNEL_DTYPES
+from tests.kernels.oracle import KERNEL_DTYPES, bfloat16_with
 
 OP = REGISTRY["int_linear"]
 ONE = Tiles(1, 16, 128, 2, 1)
@@ -52,6 +55,7 @@ STORED = (
     (4, 256, 128),
     (8, 384, 192),
     (8, 96, 32),
+    (8, 320, 320),
 )  # bits, columns, group size
 BATCHES = ((1, ONE), (9, FEW), (11, MANY), (17, REGISTERS), (33, SHARED))
 
@@ -93,15 +97,29 @@ def test_shares_that_all_have_the_same_full_chunks(
     torch.testing.assert_close(int_linear(**inputs, tiles=tiles).cpu().double(), naive(inputs), atol=2e-5, rtol=1e-5)
 
 
+SIGNED = [("none", 32), ("none", None)]  # codes with nothing but scales: of groups, and of rows
+
+
 @pytest.mark.parametrize(("num_columns", "even"), [(4096, True), (2400, False)])
-def test_long_shares_of_eight_warps(num_columns: int, even: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "origin", "group_size"),
+    [
+        (torch.float32, "float", 32),
+        *((dtype, *signed) for dtype in (torch.float32, torch.float16) for signed in SIGNED),
+        *bfloat16_with(SIGNED),
+    ],
+)
+def test_long_shares_of_eight_warps(
+    num_columns: int, even: bool, dtype: torch.dtype, origin: str, group_size: int | None, device: torch.device
+) -> None:
     """More of x is under way in them; with 19 chunks of 128 columns one share has a single chunk, and one has none."""
     tiles = Tiles(16, 64, 128, 8, 1)
-    options = few_tokens_options(num_columns, tiles, 8, "none")
+    options = few_tokens_options(num_columns, tiles, 8, origin)
     assert (options["SHARES"], options["ONCE"], options["EVEN"]) == (8, False, even)
-    sizes = {"num_columns": num_columns, "group_size": 32, "num_rows": 21, "num_tokens": 9}
-    inputs = OP.make_inputs(torch.float32, device, bits=8, **sizes)
-    torch.testing.assert_close(int_linear(**inputs, tiles=tiles).cpu().double(), naive(inputs), atol=2e-5, rtol=1e-5)
+    sizes = {"num_columns": num_columns, "group_size": group_size or num_columns, "num_rows": 21, "num_tokens": 9}
+    inputs = OP.make_inputs(dtype, device, bits=8, origin=origin, **sizes)
+    y = int_linear(**inputs, output=torch.empty(9, 21, device=device), tiles=tiles)
+    torch.testing.assert_close(y.cpu().double(), naive(inputs), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("num_tokens", "tiles"), [(17, REGISTERS), (33, SHARED)], ids=str)
@@ -125,6 +143,54 @@ def test_what_stands_above_codes_leaves_nothing_behind(origin: str, dtype: torch
     torch.testing.assert_close(
         int_linear(**inputs).cpu().double(), naive(inputs), atol=tolerance.atol, rtol=tolerance.rtol
     )
+
+
+def every_byte() -> tuple[Tensor, Tensor]:
+    """Codes [16, 128] and their words: each of the 256 at each place of a word, in both halves of its pairs."""
+    codes = 16 * torch.arange(16)[:, None] + torch.arange(128) % 32 // 2
+    return codes, to_chunks(pack_words(codes, 8), 8)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize(
+    ("tiles", "num_groups"), [(ONE, 1), (FEW, 1), (MANY, 1), (FEW, 2), (MANY, 4), (REGISTERS, 1), (SHARED, 1)], ids=str
+)
+def test_every_code_of_8_bits_is_exact(tiles: Tiles, num_groups: int, dtype: torch.dtype, device: torch.device) -> None:
+    """A token that is a single 1 reads a column of the weight."""
+    codes, words = every_byte()
+    x = torch.eye(128, dtype=dtype, device=device)
+    scales = 2.0 ** -torch.arange(16.0 * num_groups).view(16, num_groups)
+    output = torch.empty(128, 16, device=device)
+    int_linear(x, words.to(device), scales.to(device), 8, output=output, tiles=tiles)
+    expected = (codes - 128) * scales.double().repeat_interleave(128 // num_groups, dim=1)
+    assert torch.equal(output.cpu().double(), expected.t())
+
+
+@triton.jit
+def _bytes_kernel(pairs_ptr, scaling_ptr, low_ptr, high_ptr, magic, SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    word = tl.arange(0, SIZE)
+    low, high = tl.load(low_ptr + word), tl.load(high_ptr + word)
+    for place in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
+        tl.store(pairs_ptr + place * SIZE + word, byte_pairs(low, high, magic, place, DTYPE))
+    scaling = signed_scaling(DTYPE)
+    for index in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
+        tl.store(scaling_ptr + index, scaling[index])
+
+
+@pytest.mark.parametrize(("dtype", "of_kernel"), [(torch.bfloat16, tl.bfloat16), (torch.float16, tl.float16)], ids=str)
+def test_bits_and_scaling_of_signed_codes(dtype: torch.dtype, of_kernel: tl.dtype, device: torch.device) -> None:
+    """What makes them exact, held without arithmetic of 16 bits, which the interpreter has for float16 alone."""
+    codes, words = every_byte()
+    low, high = (plane.contiguous().to(device) for plane in words.chunk(2, dim=1))
+    pairs = torch.empty(4, 16, 16, dtype=torch.int32, device=device)
+    scaling = torch.empty(3, device=device)
+    sizes: dict[str, Any] = {"SIZE": low.numel(), "DTYPE": of_kernel}
+    _bytes_kernel[(1,)](pairs, scaling, low, high, MAGIC[dtype], **sizes)
+    factor, addend, left_out = scaling.tolist()
+    numbers = pairs.cpu().view(dtype).view(4, 16, 32).transpose(0, 1).flatten(1).double()
+    signed = numbers * factor + addend
+    assert torch.equal(signed * left_out, (codes - 128).double())
+    assert torch.equal(signed.to(dtype).double(), signed)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 17, MAX_TOKENS + 1])
