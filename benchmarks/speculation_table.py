@@ -53,7 +53,8 @@ def _markdown(result: Result) -> str:
 
 
 def _rows(result: Result) -> list[tuple[str, ...]]:
-    what = f"{result['model']}, {result['num_questions']} {result['questions']}: proposer"
+    settings = "".join(f", {setting}" for setting in result["options"].get("set", ()))
+    what = f"{result['model']}, {result['num_questions']} {result['questions']}{settings}: proposer"
     return [(what, *HEADER), *(_cells(row) for row in result["results"])]
 
 
