@@ -132,7 +132,8 @@ def int_linear(
 
     A group is K / num_groups inputs that follow one another. Products are of codes, which are exact in every dtype; they are
     summed and scaled in fp32, for up to 16 tokens with a constant above each code (128, in float16 1024) that is taken off a
-    group's sum. Above 256 tokens the weight is rounded to x.dtype instead, for the library's product.
+    group's sum, but of 8 bits with nothing but scales with their zero taken off. Above 256 tokens the weight is rounded to
+    x.dtype instead, for the library's product.
 
     Args:
         x: float32, bfloat16 or float16 [num_tokens, K], strides (any, 1)
