@@ -85,8 +85,8 @@ def answer_questions(
 ) -> list[Answer]:
     """Drive an engine that has nothing else to do until all is answered, one batch of questions after another.
 
-    Greedy questions that stand together are a batch, and so are the samples of each other one: so nobody's drafts are held up
-    by the prompts of others, nor, where only greedy rounds have CUDA graphs, by their sampling.
+    Greedy questions that stand together are a batch, and so are the samples of each other one: so drafts are not held up by
+    the prompts of others, as far as those of a batch fit one step, nor, where only greedy rounds have CUDA graphs, by sampling.
 
     Args:
         max_requests: that it has at once; None: it takes of a batch what it can.

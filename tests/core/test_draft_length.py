@@ -165,7 +165,7 @@ def test_the_rate_of_a_request_is_learnt_from_its_rounds(rate: float) -> None:
 @pytest.mark.parametrize("of_any", [0.0, 0.4])
 def test_rounds_that_find_nothing_count_where_a_round_costs_anything(of_any: float, share: float) -> None:
     """A look-up is free where the device does not wait for it: then what is found now and then still pays."""
-    verify, num_rounds, rng = 0.02, 400, random.Random(3)
+    num_rounds, rng = 400, random.Random(3)
     length = AdaptiveLength(5, DraftCost(0.0, "cuda", of_any))
     request = request_with(0.6)
     verify = verify_cost(1, *COSTS["cuda"])
