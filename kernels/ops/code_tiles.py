@@ -52,11 +52,8 @@ def _project_through_shared(
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """What `project_in_registers` gives, of rows [BLOCK_N]."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    """What `project_in_registers` gives, of rows [BLOCK_N]; without PDL."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     PARTS: tl.constexpr = 1 if GROUP % 128 == 0 else 2 if GROUP % 64 == 0 else 4  # pyright: ignore[reportAssignmentType]
     WIDTH: tl.constexpr = 128 // PARTS
@@ -204,7 +201,6 @@ def many_tokens_kernel(
             EVEN_K,
             BLOCK_M,
             BLOCK_N,
-            PDL,
         )
     owner = True
     if SPLITS > 1:
