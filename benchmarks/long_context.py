@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.aims import ATTENTION, IN_ORDER, SCATTERED
 from benchmarks.figures import Figure
 from benchmarks.limits import CardLimits
 from kernels.kernel_op import Inputs
 from kernels.specs import paged_attention, paged_decode_attention
 from kernels.timing import Call, call_seconds, rotate
 
-SHAPE = "attention 32/8 x 128"
 HEADS: Mapping[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 DECODE_LENGTHS = (32 * 1024, 128 * 1024)
 PREFILL_LENGTHS = (2048, 8192, 32 * 1024)
@@ -52,16 +52,16 @@ def _figures(device: torch.device, limits: CardLimits, query_len: int, length: i
         if query_len > 1:
             share, limit = (op.flops(inputs) / limits.matmul_flops_per_s, "matmul")
     except Exception as error:
-        yield Figure(SHAPE, name, "us", error=f"{type(error).__name__}: {error}")
+        yield Figure(ATTENTION, name, "us", error=f"{type(error).__name__}: {error}")
         return
-    for blocks, chosen in (("scattered", inputs), ("in order", contiguous)):
+    for blocks, chosen in ((SCATTERED, inputs), (IN_ORDER, contiguous)):
         try:
             samples = _microseconds(op.launch, chosen, bytes_moved, device)
         except Exception as error:
-            yield Figure(SHAPE, f"{name}, {blocks}", "us", error=f"{type(error).__name__}: {error}")
+            yield Figure(ATTENTION, f"{name}, {blocks}", "us", error=f"{type(error).__name__}: {error}")
             continue
         yield Figure.of(
-            SHAPE,
+            ATTENTION,
             f"{name}, {blocks}",
             "us",
             samples,

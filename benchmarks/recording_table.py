@@ -36,6 +36,8 @@ def text_table(result: Result) -> str:
 def _title(result: Result) -> str:
     machine = result["environment"]
     what = f"{result['requests']} requests of {result['output_len']} tokens"
+    if at_a_time := result.get("concurrency"):  # none: all at once, as in older results
+        what += f", {at_a_time} at a time"
     what += f", {result['steps']:,} steps of {result['step_ms']:.2f} ms"
     if result["speculation"]:
         what += f", {result['rounds']:,} rounds of {result['speculation']}"

@@ -9,11 +9,12 @@ by the default configuration, recorded as in `benchmarks/engine.py`. Of each pro
   `speedup` is that over plain decoding's. `output_tok_s` is of the whole pass, prompts included.
 - `predicted`, and draft, verify and plain step, are those of `backend.analysis.measured_speedup`, which the dashboard shows: from
   the acceptance length and the times of the pass with the median speed, and the plain steps of plain decoding's.
-- `whole_drafts`: the same cost of verifying, of the steps alone in which every round drafts as many tokens as any.
-- by category; "copy-heavy" are summaries and answers from given text.
+- `whole_drafts`: the same cost of verifying, of the steps alone in which every round drafts as many tokens as any; `num_tokens`
+  is how many run in such a round: the text's last one and all that was drafted, which of a tree are all of its nodes.
+- by category, and of summaries and answers from given texts together, which copy names and phrases of these.
 
 With `--copying` the questions ask for what a summary is to be made of, its first words, to be repeated word for word: an answer
-that is copied, as an edited file's mostly is, where a summary copies names and phrases.
+that is copied from end to end, as an edited file's mostly is.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from app.settings_input import engine_config
@@ -50,13 +50,14 @@ from benchmarks.options import numbers
 from benchmarks.passes import BenchmarkEngine
 from benchmarks.speculation_acceptance import Question, read_questions
 from benchmarks.speculation_passes import Passes, measure_passes, request_rate
-from benchmarks.speculation_table import text_table
+from benchmarks.speculation_table import FROM_TEXTS, text_table
+from benchmarks.whole_drafts import WholeDrafts, whole_drafts
 from db.repository import RunRepository
 from db.session import Database
 
 PLAIN = "plain"
 PROPOSERS = ("ngram", "eagle", "medusa", "draft_model")
-COPY_HEAVY, COPIED = "copy-heavy", ("summarization", "rag")
+TEXT_CATEGORIES = ("summarization", "rag")
 COPIED_WORDS = 80  # which an answer of 128 tokens has room for
 
 
@@ -148,8 +149,8 @@ class SpeculationBenchmark:
             "output_ratio": Spread.of(passes.output_tok_s).median / Spread.of(plain.output_tok_s).median,
             "same_outputs": sum(same) / len(same),
         }
-        history = RoundHistory()
-        history.extend(self._repository.chunks(passes.run_id, SPECULATION_KIND))
+        history, chunks = RoundHistory(), self._repository.chunks(passes.run_id, SPECULATION_KIND)
+        history.extend(chunks)
         measured = self._speedup(history.columns, passes, plain, row["method"])
         if measured is not None:
             found |= {
@@ -160,7 +161,7 @@ class SpeculationBenchmark:
                 "verify_cost": measured.rounds.verify_cost,
                 "predicted": measured.predicted,
                 "of_predicted": speedup / measured.predicted,
-                "whole_drafts": self._whole_drafts(history.columns, passes, plain, row["method"]),
+                "whole_drafts": self._whole(whole_drafts(history.columns, chunks), passes, plain, row["method"]),
             }
         return found | {"by_category": self._by_category(history, passes, plain)}
 
@@ -174,20 +175,22 @@ class SpeculationBenchmark:
             method=method,
         )
 
-    def _whole_drafts(self, rounds: RoundColumns, passes: Passes, plain: Passes, method: str) -> dict[str, Any] | None:
-        longest = int(rounds.num_drafted.max())
-        others = np.unique(rounds.step[rounds.num_drafted < longest])
-        measured = self._speedup(rounds.where(~np.isin(rounds.step, others)), passes, plain, method)
+    def _whole(self, whole: WholeDrafts, passes: Passes, plain: Passes, method: str) -> dict[str, Any] | None:
+        measured = self._speedup(whole.rounds, passes, plain, method)
         if measured is None:
             return None
-        cost = measured.times.verify_cost
-        return {"num_tokens": longest + 1, "num_steps": measured.times.num_steps, "verify_cost": cost}
+        return {
+            "num_tokens": whole.num_tokens,
+            "is_tree": whole.is_tree,
+            "num_steps": measured.times.num_steps,
+            "verify_cost": measured.times.verify_cost,
+        }
 
     def _by_category(self, history: RoundHistory, passes: Passes, plain: Passes) -> dict[str, dict[str, float | None]]:
-        found = {}
-        groups = {name: (name,) for name in sorted(set(self._categories))}
-        if set(COPIED) & set(self._categories):
-            groups[COPY_HEAVY] = COPIED
+        found: dict[str, dict[str, float | None]] = {}
+        groups: dict[str, tuple[str, ...]] = {name: (name,) for name in sorted(set(self._categories))}
+        if set(TEXT_CATEGORIES) & set(self._categories):
+            groups[FROM_TEXTS] = TEXT_CATEGORIES
         for name, members in groups.items():
             ours, theirs = (
                 [request for request in each.requests if self._categories[request.index] in members]

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks import (
     acceptance_table,
     aims,
+    certificate_table,
     quality_table,
     quantized_table,
     recording_table,
@@ -48,6 +49,7 @@ def performance(folder: Path = RESULTS) -> str:
         quantized_table.markdown(quantized_table.load_results(folder)),
         acceptance_table.markdown(acceptance_table.load_results(folder)),
         speculation_table.markdown(speculation_table.load_results(folder)),
+        certificate_table.markdown(certificate_table.load_results(folder)),
         recording_table.markdown(recording_table.load_results(folder)),
     )
     return "\n\n".join([markdown(load_results(folder)), *filter(None, others)])

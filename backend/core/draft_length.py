@@ -27,7 +27,8 @@ from backend.request import Request
 FIRST_RATE = 0.6  # of a request of which nothing is known
 MEMORY = 0.93  # what a tested token leaves of the rate before it, and a round of the share of rounds that had drafts
 KEPT_SHARE = 0.95  # of the best length's speed, with which another one is kept
-PROBE_STEPS = 32  # in one step of so many, a token is drafted for whose drafts are left out
+# In one step of so many a token is drafted for those whose drafts are left out; and in the next, while half of them are right.
+PROBE_STEPS = 32
 _RESOLUTION = 100  # of rates and shares
 
 
@@ -59,7 +60,7 @@ class DraftCost:
         round: of a round, however many tokens it drafts.
         per_request: of each of its requests besides: what the host does for it while the device has nothing to do.
         only_in_graphs: rounds that have no graph take many times as long as a plain step, which has one: those beside tokens of
-            prompts, and those of sampled requests.
+            prompts.
     """
 
     draft: float = 0.0
@@ -96,6 +97,8 @@ class AdaptiveLength:
         ]
         self._known_speeds: dict[tuple[int, int, int], list[float]] = {}
         self._num_steps = 0
+        self._is_probe = False  # the last step with drafts; and of those for whom else there would have been none:
+        self._num_probed = self._num_whole = 0  # who had one, and whose was accepted whole
 
     def limits(self, requests: Sequence[Request]) -> list[int]:
         """How many tokens to draft for each of the requests that decode in a step; 0 where drafts cost more than they bring.
@@ -108,8 +111,12 @@ class AdaptiveLength:
         self._num_steps += 1
         for request, k in zip(requests, limits, strict=True):
             request.draft_length = k
+        # A text may have begun to repeat itself: to see that by one step in so many would take it hundreds.
+        goes_on = self._is_probe and 2 * self._num_whole >= self._num_probed > 0
+        self._is_probe = (goes_on or self._num_steps % PROBE_STEPS == 0) and not all(limits)
+        self._num_probed = self._num_whole = 0
         # For all in the same step: they share the passes of a draft model.
-        return [max(1, k) for k in limits] if self._num_steps % PROBE_STEPS == 0 else limits
+        return [max(1, k) for k in limits] if self._is_probe else limits
 
     def passes_over(self, requests: Sequence[Request]) -> bool:
         """Whether a step in which these decode is one without drafts, which then counts as such."""
@@ -152,6 +159,9 @@ class AdaptiveLength:
 
     def learn(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """A round of the request has ended; without any drafted token there was nothing to draft."""
+        if self._is_probe and request.draft_length == 0:
+            self._num_probed += 1
+            self._num_whole += num_accepted == num_draft_tokens > 0
         share = _share_of(request) * MEMORY
         request.draft_share = share + 1 - MEMORY if num_draft_tokens else share
         if num_draft_tokens:

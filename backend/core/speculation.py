@@ -84,11 +84,6 @@ def resolve_speculation(
             "drafts come from the target's first layers, which were not trained to predict tokens by themselves: few may be "
             "accepted (speculative.model names a model that was)."
         )
-    if resolved.speculative.adaptive and draft_cost is not None and draft_cost.only_in_graphs:
-        notices.append(
-            "speculation is off in steps with sampled requests (speculative.adaptive): their rounds have no CUDA graph, and this "
-            "model's steps are too short to be launched op by op."
-        )
     if resolved.quantization.method == "llm_int8":
         notices.append(
             "quantization.method = 'llm_int8' takes its outlier columns from all tokens of a step: under speculation, with "

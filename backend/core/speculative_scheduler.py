@@ -37,7 +37,7 @@ class SpeculativeScheduler(Scheduler):
         length: how many of them are worth it; None: always all.
         max_batch: nobody drafts in a step in which more requests decode; None: however many.
         num_window_tokens: that run behind each draft and are never accepted; without room for all of them there is no draft.
-        only_in_graphs: nobody drafts beside tokens of prompts, nor, with a `length`, beside sampled requests; see `DraftCost`.
+        only_in_graphs: nobody drafts beside tokens of prompts; see `DraftCost`.
         drafts_ahead: each round ends with the draft of the next one, which needs slots for it.
         looks_up: each round ends with a look-up of the next draft, which needs no slots, and may find none.
         num_nodes: drafts are trees, and these their nodes down to each depth from 0 on, see `DraftTree.num_drafted_to`; a round
@@ -82,12 +82,12 @@ class SpeculativeScheduler(Scheduler):
     def may_run_ahead(self, last: SchedulerOutput) -> bool:
         """As long as nobody drafts, or everybody as in the last step: else a draft depends on what that accepts."""
         if last.num_draft_tokens:
-            return self._may_continue(last.num_draft_tokens)
+            # Who was in that step without drafts may be gone since; the worker has them in its round all the same, or has none.
+            is_whole = len(last.num_draft_tokens) == len(last.num_scheduled_tokens)
+            return is_whole and self._may_continue(last.num_draft_tokens)
         if self._max_batch is not None and len(self.running) > self._max_batch:
             return True
-        if self._length is None:
-            return False
-        return (self._only_in_graphs and _any_sampled(self.running)) or self._length.passes_over(self.running)
+        return self._length is not None and self._length.passes_over(self.running)
 
     def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
         if not scheduled.num_scheduled_tokens:
@@ -139,8 +139,8 @@ class SpeculativeScheduler(Scheduler):
         for request in running:
             count, params = counts.get(request.request_id, 0), request.sampling_params
             drafted = self._drafted.get(request.request_id)
-            # By a round that is known, the worker drafts what it may for the request, and accepts greedily.
-            if not count or drafted is None or params.temperature > 0:
+            # By a round that is known, the worker drafts what it may for the request.
+            if not count or drafted is None:
                 return False
             if drafted != count and not self._looks_up:
                 return False
@@ -208,7 +208,7 @@ class SpeculativeScheduler(Scheduler):
         """How many tokens may be drafted for whom, a window's included; what is left of the budget is shared out evenly."""
         requests = [request for request, num_tokens in plan.num_tokens.items() if num_tokens == 1 and _decodes(request)]
         granted: dict[str, int] = {}
-        if self._only_in_graphs and not self._has_graph(plan, requests):
+        if self._only_in_graphs and len(requests) < len(plan.num_tokens):
             return granted
         if self._max_batch is not None and len(requests) > self._max_batch:
             return granted
@@ -239,12 +239,6 @@ class SpeculativeScheduler(Scheduler):
                     raise RuntimeError("the pool refused blocks that it had counted as free")
                 plan.add(request, 0, allocation.block_ids)
         return counts
-
-    def _has_graph(self, plan: StepPlan, requests: Sequence[Request]) -> bool:
-        """Whether a step in which these requests draft can be a graph. A fixed length drafts for sampled ones all the same."""
-        if len(requests) < len(plan.num_tokens):
-            return False
-        return self._length is None or not _any_sampled(requests)
 
     def _reserve(self, plan: StepPlan, request: Request, num_drafts: int) -> int:
         """Take blocks for so many drafts behind the token of a request; for how many there is room."""
@@ -280,10 +274,6 @@ class SpeculativeScheduler(Scheduler):
         assert self._num_nodes is not None
         room = min(share, self.max_model_len - len(request.token_ids))
         return self._reserve(plan, request, min(self._num_nodes[max(0, depth)], room))
-
-
-def _any_sampled(requests: Sequence[Request]) -> bool:
-    return any(request.sampling_params.temperature > 0 for request in requests)
 
 
 def _decodes(request: Request) -> bool:

@@ -36,10 +36,7 @@ class GraphsOfRounds(Protocol):
 
 
 class GraphRounds:
-    """Takes steps in which all requests decode greedily, without banned ids, and no more than there are graphs for.
-
-    Sampled requests are drafted for and verified op by op: their filters sort whole vocabularies, which takes memory in each
-    graph and far longer than to launch.
+    """Takes steps in which all requests decode, without banned ids, and no more than there are graphs for.
 
     Args:
         not_finite: what to say of a request without usable logits.
@@ -75,7 +72,7 @@ class GraphRounds:
         return (
             is_decode
             and scheduled.total_num_scheduled_tokens == len(scheduled.num_scheduled_tokens)
-            and self._batch.is_greedy_round(scheduled)
+            and self._batch.is_free_round(scheduled)
         )
 
     def run(

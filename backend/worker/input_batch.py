@@ -92,9 +92,8 @@ class InputBatch:
         self._last: _Last | None = None
         self._num_known = np.zeros(max_num_reqs, dtype=np.int64)  # tokens whose ids the host has
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)  # those, and the ones sampled since
-        self._num_plain = np.zeros(
-            max_num_reqs, dtype=np.int64
-        )  # from so many tokens on, rows are greedy and ban nothing
+        self._num_free = np.zeros(max_num_reqs, dtype=np.int64)  # from so many tokens on, rows ban nothing
+        self._num_plain = np.zeros(max_num_reqs, dtype=np.int64)  # the same, and are greedy
 
     def update(self, scheduled: SchedulerOutput) -> None:
         """Forget requests that ended or were preempted, take in new ones and new blocks."""
@@ -113,12 +112,10 @@ class InputBatch:
             )
             self._states[new.request_id] = state
             self._num_known[state.row] = self._num_tokens[state.row] = len(new.token_ids)
-            num_banning = params.min_tokens if new.banned_token_ids else 0
-            self._num_plain[state.row] = (
-                new.num_prompt_tokens + num_banning
-                if params.temperature < GREEDY_TEMPERATURE
-                else np.iinfo(np.int64).max
-            )
+            num_free = new.num_prompt_tokens + (params.min_tokens if new.banned_token_ids else 0)
+            is_greedy = params.temperature < GREEDY_TEMPERATURE
+            self._num_free[state.row] = num_free
+            self._num_plain[state.row] = num_free if is_greedy else np.iinfo(np.int64).max
             self._add_blocks(state, new.block_ids)
         for request_id, block_ids in scheduled.new_block_ids.items():
             self._add_blocks(self._states[request_id], block_ids)

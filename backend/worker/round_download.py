@@ -33,7 +33,7 @@ class RoundTimes:
 def pack_round(verified: VerifiedRound, draft_token_ids: Tensor) -> Tensor:
     """All that the host is told of a round: uint8 [num_round_bytes(num_rows, k)], of drafts int64 [num_rows, k].
 
-    Laid out as the op `verify_greedy` does it.
+    Laid out as the op `verify_chain` does it.
     """
     ends = torch.stack((verified.num_accepted, verified.finite.long()), dim=1)
     ids = torch.cat((verified.token_ids, ends, draft_token_ids), dim=1)

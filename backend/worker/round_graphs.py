@@ -1,8 +1,11 @@
-"""Rounds of requests that all decode, greedily, as CUDA graphs: one for what drafts, one for what verifies, one for what a draft
+"""Rounds of requests that all decode as CUDA graphs: one for what drafts, one for what verifies, one for what a draft
 head reads of it and drafts next, or for what is looked up next in the texts. Nothing between them waits for the host, which
 sends one copy and gets one.
 
 The next round is drafted before the host has heard of this one: while it schedules, the device would have nothing to do.
+
+Drafts are greedy ones, also of sampled requests: those draw the target's token of each position as plain decoding does, and a
+draft is accepted if it is that one.
 
 A round takes the graphs of the next larger size and of the next longer draft; as in `DecodeGraphs`, padding reads and writes the
 null block only. What one graph leaves for the next, or for the host, it leaves where no other writes.
@@ -77,7 +80,7 @@ class RoundParts:
 class _Left:
     """What the verification leaves."""
 
-    packed: Tensor  # uint8, see `verify_greedy`
+    packed: Tensor  # uint8, see `verify_chain`
     states: Tensor | None  # float [size * (k + 1), hidden], what `keep` gave
     next_token_ids: Tensor  # int64 [size * (k + 1)], of each token of the step
     last_indices: Tensor  # int64 [size], of each row's last token that was not rejected
@@ -139,6 +142,9 @@ class RoundGraphs:
         self._block_tables = torch.zeros(num_entries, dtype=torch.int32, device=self._device)
         # Of each token: no token is negative, so that it does not matter.
         self._any_row = torch.zeros(largest * (num_speculative_tokens + 1), dtype=torch.int64, device=self._device)
+        self._places = torch.arange(
+            -1, num_speculative_tokens + 1, device=self._device
+        )  # of a chain's tokens, from 1 on
 
     def __len__(self) -> int:
         return len(self._sizes) * len(self._lengths)
@@ -192,7 +198,7 @@ class RoundGraphs:
         self._round.draft.replay()
 
     def verify(self) -> tuple[Tensor, tuple[int, int]]:
-        """Verify them and record the tokens: the round packed, as `verify_greedy` does it, and the shape of its drafts."""
+        """Verify them and record the tokens: the round packed, as `verify_chain` does it, and the shape of its drafts."""
         assert self._round is not None
         self._round.verify.replay()
         return self._round.left.packed, self._round.shape
@@ -293,7 +299,8 @@ class RoundGraphs:
         states = parts.keep(hidden) if parts.keep is not None else None
         output = parts.logits[:num_tokens]
         logits = parts.decoder.compute_logits(hidden.index_select(0, placed.places.view(-1)), output=output)
-        packed, ids = ops.verify_greedy(logits, drafts, rows.counts)
+        sampled = rows.sample(ops.sample_nodes, logits, drafts, self._places[: k + 1], self._places[1 : k + 2])
+        packed, ids = ops.verify_chain(logits, drafts, rows.counts, sampled)
         # For the next round, if that begins without the host.
         lengths = rows.num_computed
         following = ops.settle_round(ids, rows.rows, placed.starts, placed.sources, last_token_ids, lengths)

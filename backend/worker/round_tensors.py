@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +14,12 @@ from backend.spec_decode.proposer import DraftChain
 from backend.worker.speculative_batch import RoundInput, RoundTables
 from backend.worker.step_tensors import HostBuffers
 from kernels.reference.round_positions import RoundPositions
+from kernels.reference.sample_nodes import SampledNodes
 
 NO_REQUEST = -1  # in place of a row's computed tokens
+
+# An implementation of `sample_nodes`.
+SampleNodes = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], SampledNodes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +32,43 @@ class RoundRows:
     num_granted: (
         Tensor  # int64 [size], drafts that each row may have in the next round, where those are looked up; else 0
     )
+    seeds: Tensor  # int64 [size], of sampled rows, the bits of unsigned ones
+    num_prompt_tokens: Tensor  # int64 [size], of sampled rows
+    temperature: Tensor  # float32 [size]; of a greedy row 0
+    top_p: Tensor  # float32 [size]
+    top_k: Tensor  # int32 [size]
     drafts: Tensor  # int64 [size, k], where they are not made by a proposer that runs on the device
 
     @classmethod
     def of(cls, numbers: Tensor, size: int, k: int) -> RoundRows:
-        rows, counts, num_computed, num_granted = numbers[: 4 * size].view(4, size)
-        return cls(rows, counts, num_computed, num_granted, numbers[4 * size :].view(size, k))
+        wide = numbers[: 6 * size].view(6, size)
+        narrow = numbers[6 * size : 8 * size].view(torch.int32).view(4, size)
+        return cls(
+            *wide,
+            temperature=narrow[0].view(torch.float32),
+            top_p=narrow[1].view(torch.float32),
+            top_k=narrow[2],
+            drafts=numbers[8 * size :].view(size, k),
+        )
+
+    def sample(self, op: SampleNodes, logits: Tensor, drafts: Tensor, parents: Tensor, depths: Tensor) -> SampledNodes:
+        """What sampled rows draw behind each node of their drafts, see the op `sample_nodes`."""
+        return op(
+            logits,
+            drafts,
+            parents,
+            depths,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.seeds,
+            self.num_prompt_tokens,
+            self.num_computed,
+        )
 
 
 def num_round_numbers(size: int, k: int) -> int:
-    return (4 + k) * size
+    return (8 + k) * size
 
 
 class RoundUploads:
@@ -61,6 +93,7 @@ class RoundUploads:
         rows.counts.zero_()
         rows.num_computed.fill_(NO_REQUEST)
         rows.num_granted.zero_()
+        rows.temperature.zero_()
         return rows
 
     def upload(
@@ -117,8 +150,16 @@ def write_round(
     numbers[3 * size : 4 * size] = 0
     if num_granted is not None:
         numbers[3 * size : 4 * size][step.granted] = num_granted
+    numbers[4 * size : 8 * size] = 0  # greedy
+    if step.sampling is not None:
+        sampling, narrow = step.sampling, numbers[6 * size : 8 * size].view(np.int32).reshape(4, size)
+        numbers[4 * size : 4 * size + num_reqs] = sampling.seeds
+        numbers[5 * size : 5 * size + num_reqs] = sampling.num_prompt_tokens
+        narrow[0, :num_reqs] = sampling.temperature.view(np.int32)
+        narrow[1, :num_reqs] = sampling.top_p.view(np.int32)
+        narrow[2, :num_reqs] = sampling.top_k
     if drafts is not None:
-        matrix = numbers[4 * size :].reshape(size, -1)
+        matrix = numbers[8 * size :].reshape(size, -1)
         matrix[:] = 0
         matrix[step.granted, : drafts.shape[1]] = drafts
 

@@ -89,7 +89,7 @@ class RoundTexts:
         """Append what came of a round and look up the next drafts, in place of those of `rows`. Reads nothing of the host's.
 
         Args:
-            ids: int64 [size, 2 * k + 3], see `verify_greedy`.
+            ids: int64 [size, 2 * k + 3], see `verify_chain`.
         """
         self._ngram_drafts(
             ids,

@@ -9,8 +9,10 @@ import numpy as np
 
 from backend.core.output import SchedulerOutput
 from backend.sample.metadata import SamplingMetadata
+from backend.sample.speculative_sampling import MAX_TOP_K
 from backend.spec_decode.proposer import DraftRequest
 from backend.worker.input_batch import SAMPLED_TOKEN, InputBatch, RequestState, StepInput
+from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +28,36 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundSampling:
+    """How the rows of a round are sampled; greedy ones have a temperature of 0."""
+
+    temperature: np.ndarray  # float32 [num_reqs]
+    top_p: np.ndarray  # float32 [num_reqs]
+    top_k: np.ndarray  # int32 [num_reqs]
+    seeds: np.ndarray  # int64 [num_reqs], the bits of unsigned ones
+    num_prompt_tokens: np.ndarray  # int64 [num_reqs]
+
+    @staticmethod
+    def of(states: Sequence[RequestState]) -> RoundSampling | None:
+        """None where all are greedy."""
+        params = [state.sampling_params for state in states]
+        temperature = np.array([it.temperature for it in params], dtype=np.float32)
+        is_greedy = temperature < GREEDY_TEMPERATURE
+        if is_greedy.all():
+            return None
+        temperature[is_greedy] = 0
+        return RoundSampling(
+            temperature=temperature,
+            top_p=np.array([it.top_p for it in params], dtype=np.float32),
+            top_k=np.array([min(it.top_k, MAX_TOP_K) for it in params], dtype=np.int32),
+            seeds=np.array([it.seed for it in params], dtype=np.uint64).view(np.int64),
+            num_prompt_tokens=np.array([state.num_prompt_tokens for state in states], dtype=np.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RoundInput:
-    """A step in which all requests decode, greedily, with drafts behind the last tokens of some; rows in the step's order."""
+    """A step in which all requests decode, with drafts behind the last tokens of some; rows in the step's order."""
 
     request_ids: list[str]
     rows: np.ndarray  # int64 [num_reqs], their rows in the batch
@@ -35,6 +65,7 @@ class RoundInput:
     granted: list[int]  # the places of those that might be drafted for
     num_computed: np.ndarray  # int64 [num_reqs], tokens before each one's last
     tables: RoundTables
+    sampling: RoundSampling | None = None  # None: all are greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +84,15 @@ class SpeculativeInputBatch(InputBatch):
     def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
         super().__init__(max_num_reqs, max_model_len, block_size, num_groups)
         self._last_rows: tuple[list[str], np.ndarray] = ([], np.empty(0, dtype=np.int64))
-        self._greedy_ids: list[str] | None = None  # of a step of which `is_greedy_round` held
+        self._free_ids: list[str] | None = None  # of a step of which `is_free_round` held
+        self._free_sampling: RoundSampling | None = None  # of those
         self._round_ids: list[str] = []
         self._round_tables: RoundTables | None = None  # of those, unless blocks have come or gone since
 
     def update(self, scheduled: SchedulerOutput) -> None:
         if scheduled.new_requests or scheduled.finished_request_ids or scheduled.preempted_request_ids:
             self._last_rows = ([], np.empty(0, dtype=np.int64))
-            self._greedy_ids = None
+            self._free_ids = None
         for request_id, num_blocks in (scheduled.num_kept_blocks or {}).items():
             self._states[request_id].num_blocks = num_blocks
             self._round_tables = None
@@ -91,20 +123,22 @@ class SpeculativeInputBatch(InputBatch):
                 requests.append(DraftRequest(request_id, granted[request_id], state.sampling_params, *place))
         return requests
 
-    def is_greedy_round(self, scheduled: SchedulerOutput) -> bool:
-        """Whether all requests go on from a token that the device has, and none has any say in how the next is chosen."""
+    def is_free_round(self, scheduled: SchedulerOutput) -> bool:
+        """Whether all requests go on from a token that the device has, and no id is banned of any."""
         request_ids = list(scheduled.num_scheduled_tokens)
-        if request_ids == self._greedy_ids:
+        if request_ids == self._free_ids:
             return True  # for the same requests, and further on, it holds again
         num_computed = np.array(scheduled.num_computed_tokens, dtype=np.int64)
         rows = self._rows(request_ids)
         has_last = num_computed >= self._num_known[rows]
-        holds = bool((has_last & (num_computed + 1 >= self._num_plain[rows])).all())
-        self._greedy_ids = request_ids if holds else None
+        holds = bool((has_last & (num_computed + 1 >= self._num_free[rows])).all())
+        self._free_ids = request_ids if holds else None
+        if holds:
+            self._free_sampling = RoundSampling.of([self._states[request_id] for request_id in request_ids])
         return holds
 
     def build_round(self, scheduled: SchedulerOutput, num_draft_tokens: Mapping[str, int], longest: int) -> RoundInput:
-        """In place of `build`, for a step of which `is_greedy_round` holds.
+        """In place of `build`, for a step of which `is_free_round` holds.
 
         Args:
             num_draft_tokens: of those that might be drafted for.
@@ -119,7 +153,7 @@ class SpeculativeInputBatch(InputBatch):
             self._round_ids, self._round_tables = request_ids, self._make_round_tables(rows, request_ids, longest)
         counts = np.array([num_draft_tokens.get(request_id, 0) for request_id in request_ids], dtype=np.int64)
         granted = [place for place, request_id in enumerate(request_ids) if request_id in num_draft_tokens]
-        return RoundInput(request_ids, rows, counts, granted, num_computed, self._round_tables)
+        return RoundInput(request_ids, rows, counts, granted, num_computed, self._round_tables, self._free_sampling)
 
     def repeat_round(self, last: RoundInput, longest: int) -> RoundInput:
         """The same requests and drafts again, where their blocks are now; nobody knows yet where they stand."""

@@ -174,7 +174,7 @@ class SpeculativeModelRunner(DraftModelRunner):
     def _round_ops(self) -> RoundOps:
         ops = triton_round_ops() if self._config.kernels.backend == "triton" else REFERENCE_ROUND_OPS
         if isinstance(self._rejection_sampler, SyntheticSampler):
-            return replace(ops, verify_greedy=verify_with(self._rejection_sampler))
+            return replace(ops, verify_chain=verify_with(self._rejection_sampler))
         return ops
 
     @property

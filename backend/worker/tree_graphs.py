@@ -1,4 +1,4 @@
-"""Greedy rounds of draft trees as CUDA graphs, in the manner of `RoundGraphs`: one drafts, one verifies, and one lets the head
+"""Rounds of draft trees as CUDA graphs, in the manner of `RoundGraphs`: one drafts, one verifies, and one lets the head
 read what was verified, moves the accepted nodes to their places and drafts the next tree.
 
 All trees have one shape, of which a request has the first nodes, as many as it may: so there is one graph of each for a size.
@@ -30,11 +30,14 @@ from backend.worker.speculative_batch import RoundInput
 from backend.worker.step_tensors import HostBuffers
 from backend.worker.tree_rounds import PathDownload
 from kernels.reference.round_positions import RoundPositions
+from kernels.reference.sample_nodes import SampledNodes
 from kernels.reference.verify_tree import TreeRound
 
 SIZES = (1, 2, 4, 8, MAX_TREE_REQS)  # requests
 
-VerifyTree = Callable[[Tensor, Tensor, Tensor, Tensor, int], TreeRound]  # an implementation of `verify_tree`
+VerifyTree = Callable[
+    [Tensor, Tensor, Tensor, Tensor, int, SampledNodes], TreeRound
+]  # an implementation of `verify_tree`
 
 
 def tree_round_rows(max_num_reqs: int, tree: DraftTree) -> int:
@@ -202,7 +205,8 @@ class TreeGraphs:
         states = parts.keep(hidden)
         output = parts.logits[:num_tokens]
         logits = parts.decoder.compute_logits(hidden.index_select(0, placed.places.view(-1)), output=output)
-        found = trees.verify(logits, drafts, rows.counts, self._parents, trees.tree.depth)
+        sampled = rows.sample(parts.ops.sample_nodes, logits, drafts, self._parents, self._depths)
+        found = trees.verify(logits, drafts, rows.counts, self._parents, trees.tree.depth, sampled)
         num_accepted = found.ids[:, trees.tree.depth + 1]
         last_token_ids.index_copy_(0, rows.rows, found.ids.gather(1, num_accepted[:, None])[:, 0])
         return _Left(

@@ -151,7 +151,7 @@ def ngram_drafts(
     whose number follows from max_len alone, and one joins them.
 
     Args:
-        ids: int64 [num_rows, 2 * k + 3], strides (any, 1), as `verify_greedy` leaves them
+        ids: int64 [num_rows, 2 * k + 3], strides (any, 1), as `verify_chain` leaves them
         rows: int64 [num_rows], stride (1,), below num_texts; only those that are granted nothing may share one
         num_granted: int64 [num_rows], stride (1,), 0 to k, tokens of a draft that is found; 0: nothing is appended or looked up
         texts: int32 [num_texts, max_len], strides (any, 1), max_len at least 1; mutated

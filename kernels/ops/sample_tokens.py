@@ -45,7 +45,7 @@ def _first_past(
     """The first id whose amount, summed with those before it, exceeds the target (without `BY_COUNT` a share of the sum).
 
     It has an amount above zero; where rounding leaves the sum at the target it is the last that has. One pass for the
-    sums of blocks, then the block in question again.
+    sums of blocks, then the block in question again. And the sum, float64.
     """
     lane = tl.arange(0, BLOCK)
     block = tl.arange(0, MAX_NUM_BLOCKS)
@@ -56,8 +56,9 @@ def _first_past(
         amounts = _amounts(logits, column, largest, exponent_scale, threshold, last_equal_id, BY_COUNT)
         block_sums = tl.where(block == start // BLOCK, tl.sum(amounts, axis=0), block_sums)
     sums = tl.cumsum(block_sums, axis=0)
+    total = tl.max(sums, axis=0)
     if not BY_COUNT:
-        target = target * tl.max(sums, axis=0)
+        target = target * total
     first_block = tl.min(tl.where((sums > target) & (block_sums > 0), block, MAX_NUM_BLOCKS), axis=0)
     first_block = tl.minimum(first_block, tl.max(tl.where(block_sums > 0, block, 0), axis=0))
     before = tl.max(tl.where(block < first_block, sums, 0.0), axis=0)
@@ -67,7 +68,92 @@ def _first_past(
     amounts = _amounts(logits, column, largest, exponent_scale, threshold, last_equal_id, BY_COUNT)
     is_past = (before + tl.cumsum(amounts, axis=0) > target) & (amounts > 0)
     first = tl.min(tl.where(is_past, column, vocab_size), axis=0)
-    return tl.minimum(first, tl.max(tl.where(amounts > 0, column, 0), axis=0))
+    return tl.minimum(first, tl.max(tl.where(amounts > 0, column, 0), axis=0)), total
+
+
+@triton.jit
+def draw_token(
+    logits_ptr,
+    vocab_size,
+    largest,
+    temperature,
+    top_k,
+    top_p,
+    draw,
+    LOG2_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAX_NUM_BLOCKS: tl.constexpr,
+):
+    """The token that a draw gives, by temperature, top-k and top-p, of a row whose largest logit is finite.
+
+    Returns:
+        It; the threshold and the last id of those that equal it and are kept, with all above the threshold; and the float64 sum
+        of the weights kept, `exp2((logit - largest) * LOG2_E / temperature)`.
+    """
+    exponent_scale = LOG2_E / temperature
+    # Kept are the logits above the threshold, and of those that equal it the first `num_kept`.
+    threshold = float("-inf")
+    num_equal = 0.0
+    num_kept = tl.full([], 0.0, dtype=tl.float64)
+    no_amount = tl.full([], 0.0, dtype=tl.float64)
+
+    if (top_k > 0) & (top_k < vocab_size):
+        number = top_k.to(tl.float64)
+        threshold, above, _, num_equal = find_threshold(
+            logits_ptr, vocab_size, largest, exponent_scale, 1.0, threshold, no_amount, number, NUMBERS, BLOCK
+        )
+        num_kept = number - above
+
+    if top_p < 1.0:
+        floor = threshold
+        at_floor = num_kept * tl.exp2((floor - largest) * exponent_scale).to(tl.float64)
+        threshold, above, target, num_found = find_threshold(
+            logits_ptr,
+            vocab_size,
+            largest,
+            exponent_scale,
+            temperature,
+            floor,
+            at_floor,
+            top_p.to(tl.float64),
+            WEIGHTS,
+            BLOCK,
+        )
+        weight = tl.exp2((threshold - largest) * exponent_scale).to(tl.float64)
+        num_reaching = tl.maximum(tl.ceil((target - above) / weight), 1.0)
+        if threshold == floor:
+            num_kept = tl.minimum(num_kept, num_reaching)
+        else:
+            num_kept = num_reaching
+            num_equal = num_found
+
+    last_equal_id = vocab_size
+    if num_kept < num_equal:
+        last_equal_id, _ = _first_past(
+            logits_ptr,
+            vocab_size,
+            largest,
+            exponent_scale,
+            threshold,
+            vocab_size,
+            num_kept - 1.0,
+            NUMBERS,
+            BLOCK,
+            MAX_NUM_BLOCKS,
+        )
+    token_id, total = _first_past(
+        logits_ptr,
+        vocab_size,
+        largest,
+        exponent_scale,
+        threshold,
+        last_equal_id,
+        draw,
+        WEIGHTS,
+        BLOCK,
+        MAX_NUM_BLOCKS,
+    )
+    return token_id, threshold, last_equal_id, total
 
 
 @triton.jit
@@ -96,68 +182,15 @@ def _sample_tokens_kernel(
         return
     logits_ptr += row * stride_logits_row
     largest = tl.load(logits_ptr + tl.load(token_ids_ptr + row))
-    exponent_scale = LOG2_E / temperature
-    # Kept are the logits above the threshold, and of those that equal it the first `num_kept`.
-    threshold = float("-inf")
-    num_equal = 0.0
-    num_kept = tl.full([], 0.0, dtype=tl.float64)
-    no_amount = tl.full([], 0.0, dtype=tl.float64)
-
-    top_k = tl.load(top_k_ptr + row)
-    if (top_k > 0) & (top_k < vocab_size):
-        number = top_k.to(tl.float64)
-        threshold, above, _, num_equal = find_threshold(
-            logits_ptr, vocab_size, largest, exponent_scale, 1.0, threshold, no_amount, number, NUMBERS, BLOCK
-        )
-        num_kept = number - above
-
-    top_p = tl.load(top_p_ptr + row)
-    if top_p < 1.0:
-        floor = threshold
-        at_floor = num_kept * tl.exp2((floor - largest) * exponent_scale).to(tl.float64)
-        threshold, above, target, num_found = find_threshold(
-            logits_ptr,
-            vocab_size,
-            largest,
-            exponent_scale,
-            temperature,
-            floor,
-            at_floor,
-            top_p.to(tl.float64),
-            WEIGHTS,
-            BLOCK,
-        )
-        weight = tl.exp2((threshold - largest) * exponent_scale).to(tl.float64)
-        num_reaching = tl.maximum(tl.ceil((target - above) / weight), 1.0)
-        if threshold == floor:
-            num_kept = tl.minimum(num_kept, num_reaching)
-        else:
-            num_kept = num_reaching
-            num_equal = num_found
-
-    last_equal_id = vocab_size
-    if num_kept < num_equal:
-        last_equal_id = _first_past(
-            logits_ptr,
-            vocab_size,
-            largest,
-            exponent_scale,
-            threshold,
-            vocab_size,
-            num_kept - 1.0,
-            NUMBERS,
-            BLOCK,
-            MAX_NUM_BLOCKS,
-        )
-    token_id = _first_past(
+    token_id, _, _, _ = draw_token(
         logits_ptr,
         vocab_size,
         largest,
-        exponent_scale,
-        threshold,
-        last_equal_id,
+        temperature,
+        tl.load(top_k_ptr + row),
+        tl.load(top_p_ptr + row),
         tl.load(draws_ptr + row),
-        WEIGHTS,
+        LOG2_E,
         BLOCK,
         MAX_NUM_BLOCKS,
     )
@@ -201,7 +234,7 @@ def sample_tokens(
     token_ids, finite = greedy_tokens(logits)
     if num_rows == 0:
         return token_ids, finite
-    block = min(max(triton.next_power_of_2(vocab_size), MIN_BLOCK), MAX_BLOCK)
+    block, max_num_blocks, num_warps = blocks_of(vocab_size)
     _sample_tokens_kernel[(num_rows,)](
         token_ids,
         finite,
@@ -215,7 +248,13 @@ def sample_tokens(
         GREEDY_TEMPERATURE=GREEDY_TEMPERATURE,
         LOG2_E=LOG2_E,
         BLOCK=block,
-        MAX_NUM_BLOCKS=triton.next_power_of_2(triton.cdiv(vocab_size, block)),
-        num_warps=min(block // MIN_BLOCK, 16),  # pyright: ignore[reportCallIssue]  (a launch option)
+        MAX_NUM_BLOCKS=max_num_blocks,
+        num_warps=num_warps,  # pyright: ignore[reportCallIssue]  (a launch option)
     )
     return token_ids, finite
+
+
+def blocks_of(vocab_size: int) -> tuple[int, int, int]:
+    """Of `draw_token`: logits per iteration, iterations at most, and warps."""
+    block = min(max(triton.next_power_of_2(vocab_size), MIN_BLOCK), MAX_BLOCK)
+    return block, triton.next_power_of_2(triton.cdiv(vocab_size, block)), min(block // MIN_BLOCK, 16)

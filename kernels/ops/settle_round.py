@@ -56,7 +56,7 @@ def settle_round(
     `num_computed[r]` goes on by `num_accepted[r] + 1`, unless it is negative.
 
     Args:
-        ids: int64 [num_rows, 2 * k + 3], contiguous, as `verify_greedy` leaves them
+        ids: int64 [num_rows, 2 * k + 3], contiguous, as `verify_chain` leaves them
         rows: int64 [num_rows], stride (1,), below num_batch_rows; only padding may share one, and then any may win
         starts: int64 [num_rows], stride (1,), each row's first token in the step
         sources: int64 [num_tokens], stride (1,), the place of each token in the matrix of num_rows x (k + 1)

@@ -1,4 +1,4 @@
-"""What becomes of greedy trees of drafts, in Triton."""
+"""What becomes of trees of drafts, in Triton."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.checks import check_tensor
-from kernels.ops.verify_greedy import _is_finite, _shift, likeliest_of_chunks
+from kernels.ops.verify_chain import _is_finite, _shift, check_sampled, likeliest_of_chunks
+from kernels.reference.sample_nodes import MAX_NODES, SampledNodes
 from kernels.reference.verify_tree import TreeRound
-
-MAX_NODES = 64
 
 
 # One kernel for every number of rows and drafts that has the same blocks.
@@ -32,6 +31,8 @@ def _verify_tree_kernel(
     draft_token_ids_ptr,
     num_draft_tokens_ptr,
     parents_ptr,
+    sampled_token_ids_ptr,
+    sampled_probs_ptr,
     stride_logits_row,
     stride_draft_token_ids_row,
     vocab_size,
@@ -39,6 +40,7 @@ def _verify_tree_kernel(
     num_rows,
     num_nodes,
     depth,
+    HAS_SAMPLED: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
 ):
@@ -60,6 +62,10 @@ def _verify_tree_kernel(
     is_finite = ((has_nan == 0) & _is_finite(largest)).to(tl.int32)
     shift = _shift(largest)
     total = tl.sum(chunk_sum * tl.exp(chunk_max - tl.expand_dims(shift, 1)), axis=1)
+    if HAS_SAMPLED:
+        sampled = tl.load(sampled_token_ids_ptr + row * num_nodes + nodes, mask=nodes < num_nodes, other=-1)
+        is_drawn = (sampled >= 0).to(tl.int32)
+        best = tl.where(is_drawn != 0, sampled, best)
     tl.store(next_token_ids_ptr + row * num_nodes + nodes, best, mask=nodes < num_nodes)
 
     is_there = (nodes > 0) & (nodes <= tl.load(num_draft_tokens_ptr + row)) & (nodes < num_nodes)
@@ -89,13 +95,21 @@ def _verify_tree_kernel(
         shift_here = tl.sum(tl.where(is_here, shift, 0.0), axis=0)
         total_here = tl.sum(tl.where(is_here, total, 0.0), axis=0)
         prob = tl.where(is_tried, tl.exp(logit - shift_here) / tl.where(is_tried, total_here, 1.0), 0.0)
+        accept_prob = tl.where(is_taken, 1.0, 0.0)
+        if HAS_SAMPLED:
+            is_sampled = tl.sum(tl.where(is_here, is_drawn, 0), axis=0) != 0
+            told_node = tl.where(is_taken, following, first)
+            prob_ptr = sampled_probs_ptr + row * (num_nodes - 1) + told_node - 1
+            sampled_prob = tl.load(prob_ptr, mask=is_tried & is_sampled, other=0.0)
+            prob = tl.where(is_sampled, sampled_prob, prob)
+            accept_prob = tl.where(is_sampled, sampled_prob, accept_prob)
 
         tl.store(ids_ptr + level, tl.where(is_open != 0, choice, -1))
         tl.store(ids_ptr + depth + 3 + level, tl.where(is_told, token, -1))
         tl.store(accepted_nodes_ptr + row * depth + level, tl.where(is_taken, following, -1).to(tl.int64))
         prob_ptr = probs_ptr + row * depth + level
         tl.store(prob_ptr, prob)
-        tl.store(prob_ptr + num_rows * depth, tl.where(is_taken, 1.0, 0.0))
+        tl.store(prob_ptr + num_rows * depth, accept_prob)
         tl.store(prob_ptr + 2 * num_rows * depth, tl.where(is_tried, 1.0, 0.0))
         is_usable = tl.where((is_open != 0) & (usable == 0), 0, is_usable)
         node = tl.where(is_taken, following, node)
@@ -113,13 +127,19 @@ def _verify_tree_kernel(
 
 
 def verify_tree(
-    logits: Tensor, draft_token_ids: Tensor, num_draft_tokens: Tensor, parents: Tensor, depth: int
+    logits: Tensor,
+    draft_token_ids: Tensor,
+    num_draft_tokens: Tensor,
+    parents: Tensor,
+    depth: int,
+    sampled: SampledNodes | None = None,
 ) -> TreeRound:
-    """Follow each row's tree from the root on as long as a child is the target's likeliest token, and add the one behind.
+    """Follow each row's tree from the root on as long as a child is the target's own token, and add the one behind.
 
-    A drafted token is accepted where its parent is, the logits behind that have a finite maximum, it is the lowest id that has
-    it, and no sibling before it holds the same. The last token is the likeliest behind the last accepted node. Two launches: one
-    pass over the logits, as of `verify_greedy`, and one that walks.
+    The target's token behind a node is the lowest id that has its largest logit, which has to be finite; or of a sampled row
+    what `sample_nodes` has drawn. A drafted token is accepted where its parent is, it is that token, and no sibling before it
+    holds the same. The last token is the target's behind the last accepted node. Two launches: one pass over the logits, as of
+    `verify_chain`, and one that walks.
 
     Args:
         logits: float32 [num_rows * num_nodes, vocab_size], strides (any, 1), behind each node, the root first
@@ -127,12 +147,13 @@ def verify_tree(
         num_draft_tokens: int64 [num_rows], stride (1,), 0 to num_nodes - 1; nodes behind those are padding, whatever they hold
         parents: int64 [num_nodes], stride (1,), of each node an earlier one and none before its predecessor's; -1 of the root
         depth: of the deepest node, at least 1
+        sampled: of `sample_nodes` over these trees, contiguous; None: all rows are greedy
     Returns:
         `TreeRound`. In each row of `ids` depth + 1 columns with the accepted tokens, the last one and -1 behind it; how many
         were accepted; 1, or 0 where a node of the path has no finite maximum, and then the last token is some id of the
-        vocabulary; and the drafts of the path. Behind them, of each of those drafts its probability at temperature 1, whether
-        it is accepted (1 or 0), and 1; of a child that was not tried, for its parent has no finite maximum, and of padding 0.
-        Nothing is mutated.
+        vocabulary; and the drafts of the path. Behind them, of each of those drafts its probability, of a greedy row at
+        temperature 1, with which it is accepted, of a greedy row 1 or 0, and 1; of a child that was not tried, for its parent
+        has no finite maximum, and of padding 0. Nothing is mutated.
     Raises:
         ValueError: a shape, dtype, device or stride is not as above, the vocabulary is empty, or there are more than 64 nodes or
             none beside the root. Values are not read, hence not checked.
@@ -149,6 +170,8 @@ def verify_tree(
     vocab_size = logits.shape[1]
     if vocab_size == 0:
         raise ValueError("logits has 0 columns; at least 1 is expected")
+    if sampled is not None:
+        check_sampled(sampled, num_rows, num_nodes, logits.device)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
@@ -174,6 +197,8 @@ def verify_tree(
         draft_token_ids,
         num_draft_tokens,
         parents,
+        None if sampled is None else sampled.token_ids,
+        None if sampled is None else sampled.probs,
         logits.stride(0),
         draft_token_ids.stride(0),
         vocab_size,
@@ -181,6 +206,7 @@ def verify_tree(
         num_rows,
         num_nodes,
         depth,
+        HAS_SAMPLED=sampled is not None,
         BLOCK_NODES=triton.next_power_of_2(num_nodes),
         BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=4,  # pyright: ignore[reportCallIssue]  (a launch option)

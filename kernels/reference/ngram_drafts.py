@@ -24,7 +24,7 @@ def ngram_drafts(
     lookup (Saxena 2023, "Prompt lookup decoding").
 
     Args:
-        ids: int64 [num_rows, 2 * k + 3], as `verify_greedy` leaves them
+        ids: int64 [num_rows, 2 * k + 3], as `verify_chain` leaves them
         rows: int64 [num_rows], below num_texts; only those that are granted nothing may share one
         num_granted: int64 [num_rows], 0 to k, tokens of a draft that is found; 0: nothing is appended or looked up
         texts: int32 [num_texts, max_len]; mutated

@@ -15,7 +15,7 @@ def settle_round(
     `num_computed[r]` goes on by `num_accepted[r] + 1`, unless it is negative.
 
     Args:
-        ids: int64 [num_rows, 2 * k + 3], as `verify_greedy` leaves them
+        ids: int64 [num_rows, 2 * k + 3], as `verify_chain` leaves them
         rows: int64 [num_rows], below num_batch_rows; only padding may share one
         starts: int64 [num_rows], each row's first token in the step
         sources: int64 [num_tokens], the place of each token in the matrix of num_rows x (k + 1)

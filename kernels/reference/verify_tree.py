@@ -1,4 +1,4 @@
-"""What becomes of greedy trees of drafts, in plain torch."""
+"""What becomes of trees of drafts, in plain torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kernels.reference.sample_nodes import SampledNodes
 
 
 class TreeRound(NamedTuple):
@@ -16,16 +18,22 @@ class TreeRound(NamedTuple):
     ids: Tensor  # int64 [num_rows, 2 * depth + 3], a view
     accepted_nodes: Tensor  # int64 [num_rows, depth], then -1
     last_nodes: Tensor  # int64 [num_rows], the last of them; 0, the root, where there is none
-    next_token_ids: Tensor  # int64 [num_rows, num_nodes], the likeliest behind each node
+    next_token_ids: Tensor  # int64 [num_rows, num_nodes], the target's behind each node
 
 
 def verify_tree(
-    logits: Tensor, draft_token_ids: Tensor, num_draft_tokens: Tensor, parents: Tensor, depth: int
+    logits: Tensor,
+    draft_token_ids: Tensor,
+    num_draft_tokens: Tensor,
+    parents: Tensor,
+    depth: int,
+    sampled: SampledNodes | None = None,
 ) -> TreeRound:
-    """Follow each row's tree from the root on as long as a child is the target's likeliest token, and add the one behind.
+    """Follow each row's tree from the root on as long as a child is the target's own token, and add the one behind.
 
-    A drafted token is accepted where its parent is, the logits behind that have a finite maximum, it is the lowest id that has
-    it, and no sibling before it holds the same. The last token is the likeliest behind the last accepted node.
+    The target's token behind a node is the lowest id that has its largest logit, which has to be finite; or of a sampled row
+    what `sample_nodes` has drawn. A drafted token is accepted where its parent is, it is that token, and no sibling before it
+    holds the same. The last token is the target's behind the last accepted node.
 
     Args:
         logits: float32 [num_rows * num_nodes, vocab_size], behind each node, the root first
@@ -33,16 +41,19 @@ def verify_tree(
         num_draft_tokens: int64 [num_rows], 0 to num_nodes - 1; nodes behind those are padding, whatever they hold
         parents: int64 [num_nodes], of each node an earlier one and none before its predecessor's; -1 of the root
         depth: of the deepest node, at least 1
+        sampled: of `sample_nodes` over these trees; None: all rows are greedy
     Returns:
         `TreeRound`. In each row of `ids` depth + 1 columns with the accepted tokens, the last one and -1 behind it; how many
         were accepted; 1, or 0 where a node of the path has no finite maximum, and then the last token is some id of the
-        vocabulary; and the drafts of the path. Behind them, of each of those drafts its probability at temperature 1, whether
-        it is accepted (1 or 0), and 1; of a child that was not tried, for its parent has no finite maximum, and of padding 0.
-        Nothing is mutated.
+        vocabulary; and the drafts of the path. Behind them, of each of those drafts its probability, of a greedy row at
+        temperature 1, with which it is accepted, of a greedy row 1 or 0, and 1; of a child that was not tried, for its parent
+        has no finite maximum, and of padding 0. Nothing is mutated.
     """
     num_rows, num_nodes = len(num_draft_tokens), len(parents)
     largest, best = logits.max(dim=-1)  # NaN counts as the largest, so the maximum tells all
     best, is_finite = best.view(num_rows, num_nodes), largest.isfinite().view(num_rows, num_nodes)
+    if sampled is not None:
+        best = sampled.token_ids.where(sampled.token_ids >= 0, best)
     nodes = torch.arange(num_nodes, device=logits.device)
     is_there = (nodes > 0) & (nodes <= num_draft_tokens[:, None])
     tokens = torch.nn.functional.pad(draft_token_ids, (1, 0)).where(is_there, 0)
@@ -61,6 +72,11 @@ def verify_tree(
         token = tokens.gather(1, told[:, None])[:, 0]
         scores = logits.index_select(0, begins + node)
         prob = (scores.gather(1, token[:, None])[:, 0] - scores.logsumexp(dim=-1)).exp()
+        accept_prob = is_taken.float()
+        if sampled is not None:
+            is_sampled = sampled.token_ids.gather(1, node[:, None])[:, 0] >= 0
+            drawn_prob = sampled.probs.gather(1, (told - 1).clamp(min=0)[:, None])[:, 0]
+            prob, accept_prob = (drawn_prob.where(is_sampled, it) for it in (prob, accept_prob))
         is_usable = is_usable & (usable[:, 0] | ~is_open)
         is_tried = is_told & usable[:, 0]
         columns.append(
@@ -69,7 +85,7 @@ def verify_tree(
                 following.where(is_taken, -1),
                 token.where(is_told, -1),
                 prob.where(is_tried, 0),
-                is_taken.float(),
+                accept_prob.where(is_tried, 0),
                 is_tried.float(),
             )
         )

@@ -1,4 +1,4 @@
-"""What becomes of greedy trees of drafts."""
+"""What becomes of trees of drafts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.kernel_op import Inputs, KernelOp, Tolerance
+from kernels.reference.sample_nodes import NOT_SAMPLED, SampledNodes
 from kernels.reference.verify_tree import TreeRound, verify_tree
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -27,7 +28,7 @@ def make_inputs(
     vocab_size: int = 4_999,
 ) -> Inputs:
     """Logits as a model in `dtype` gives them: rounded to it, hence with equal ones. Each node has three children while there
-    are any, of which one in three holds the likeliest token."""
+    are any, of which one in three holds the likeliest token. Every other row is sampled."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def random(high: int, *shape: int) -> Tensor:
@@ -36,7 +37,10 @@ def make_inputs(
     logits = torch.randn(num_rows * num_nodes, vocab_size, device=device, generator=generator).to(dtype).float()
     nodes = torch.arange(num_nodes, device=device)
     parents = (nodes - 1) // 3
-    likeliest = logits.max(dim=-1).indices.view(num_rows, num_nodes).index_select(1, parents[1:])
+    best = logits.max(dim=-1).indices.view(num_rows, num_nodes)
+    likeliest = best.index_select(1, parents[1:])
+    drawn = best.where(random(5, num_rows, num_nodes) > 0, random(vocab_size, num_rows, num_nodes))
+    is_sampled = torch.arange(num_rows, device=device)[:, None] % 2 == 1
     depth, node = 0, num_nodes - 1
     while node:
         depth, node = depth + 1, (node - 1) // 3
@@ -46,13 +50,18 @@ def make_inputs(
         "num_draft_tokens": random(num_nodes, num_rows),
         "parents": parents,
         "depth": depth,
+        "sampled": SampledNodes(
+            drawn.where(is_sampled, NOT_SAMPLED), torch.rand(likeliest.shape, device=device, generator=generator)
+        ),
     }
 
 
 def bytes_moved(inputs: Inputs) -> int:
-    """Logits, the tree, drafts and their numbers in; for each row the packed round, its path and what follows each node out."""
+    """Logits, the tree, drafts, their numbers and what was sampled in; for each row the packed round, its path and what follows
+    each node out."""
     num_rows, num_drafted = inputs["draft_token_ids"].shape
-    taken = inputs["logits"].nbytes + inputs["parents"].nbytes + 8 * num_rows * (num_drafted + 1)
+    taken = sum(it.nbytes for it in (inputs["logits"], inputs["parents"], *inputs["sampled"]))
+    taken += 8 * num_rows * (num_drafted + 1)
     return taken + num_rows * (28 * inputs["depth"] + 24 + 8 * (inputs["depth"] + 1 + num_drafted + 1))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import recording, recording_table
-from benchmarks.recording import main
+from benchmarks.recording import main, parse
 
 SIZES = ["--model", "dummy:tiny", "--requests", "2", "--output-len", "24", "--repeats", "1"]
 
@@ -55,6 +55,35 @@ def test_a_proposer_that_never_drafts_is_no_result() -> None:
     """One token behind the prompt's own needs no draft."""
     with pytest.raises(SystemExit, match="a run recorded has no ledger: speculation"):
         main([*SIZES, "--speculation", "ngram", "--output-len", "1"])
+
+
+def test_so_many_requests_at_a_time(tmp_path: Path) -> None:
+    """Two after two: of 24 tokens each, a step for each token of one of a pair, and some in which only one of a pair is left."""
+    main([*SIZES, "--requests", "4", "--concurrency", "2", "-o", str(tmp_path / "result.json")])
+    (result,) = recording_table.load_results(tmp_path)
+    assert result["concurrency"] == 2
+    assert 2 * 24 <= result["steps"] < 4 * 24
+    assert "4 requests of 24 tokens, 2 at a time, " in recording_table.text_table(result)
+
+
+def test_where_a_card_speculates_runs_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card has made 512 tokens with n-grams in 35 ms: that is 4 s and more of these, where chance is of some milliseconds."""
+    sizes = ("requests", "output_len", "concurrency", "repeats")
+
+    def sizes_of(*arguments: str) -> dict[str, Any]:
+        return {name: getattr(parse(arguments), name) for name in sizes}
+
+    short = {"requests": 16, "output_len": 32, "concurrency": None, "repeats": 5}
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr("backend.worker.device.choose_device", lambda config, device=device: device)
+        assert sizes_of() == short
+        long = sizes_of("--speculation")
+        assert (long == short) == (device == "cpu")
+        own = sizes_of("--speculation", "eagle", "--requests", "3", "--output-len", "4")
+        assert own == long | {"requests": 3, "output_len": 4}
+    assert long["requests"] * long["output_len"] * 0.035 / 512 > 4
+    assert long["concurrency"] == 16
+    assert long["repeats"] > short["repeats"]
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from backend.models.sources import resolve_source
+from backend.spec_decode.heads.target import DenseTarget
 from backend.tokenizer import load_tokenizer
 from benchmarks.aims import missed_speculation
 from benchmarks.speculation_acceptance import Question
 from benchmarks.speculation_passes import request_rate
 from benchmarks.speculation_speed import in_turns, main, parse, to_copy
 from benchmarks.speculation_table import markdown, text_table
+from tests.engine.heads import random_head, save
 from tests.helpers import dense_greedy, make_tiny_llama
+from tests.spec_decode.tiny_heads import CPU
 
 OUTPUT_LEN = 14
 QUESTIONS = [("writing", "a"), ("rag", "Which?"), ("rag", "Who?")]
@@ -63,12 +67,12 @@ def test_a_draft_that_is_always_right(
         of_a_round = 6 / ((row["draft_ms"] + row["verify_ms"]) / row["plain_ms"])
         assert row["predicted"] == pytest.approx(1 / (12 / 13 / of_a_round + 1 / 13))
         assert row["of_predicted"] == pytest.approx(row["speedup"] / row["predicted"])
-        assert row["whole_drafts"]["num_tokens"] == 6
+        assert (row["whole_drafts"]["num_tokens"], row["whole_drafts"]["is_tree"]) == (6, False)
         assert row["whole_drafts"]["verify_cost"] == pytest.approx(row["verify_ms"] / row["plain_ms"])
         assert {name: each["mean_acceptance_length"] for name, each in row["by_category"].items()} == {
             "chat": 6,
             "rag": 6,
-            "copy-heavy": 6,
+            "summarization + rag": 6,
         }
     # No head comes for this target, which costs the others nothing.
     shown = capsys.readouterr().out
@@ -128,6 +132,25 @@ def test_a_tree_says_itself_how_much_it_drafts(capsys: pytest.CaptureFixture[str
     assert "belongs to method = 'eagle' or 'medusa'" in capsys.readouterr().err
 
 
+def test_of_a_tree_all_nodes_are_verified_however_short_the_accepted_path(
+    arguments: list[str], target: Path, tmp_path: Path
+) -> None:
+    """A random head guesses next to nothing; the tree of EAGLE has 25 nodes behind the text's last token."""
+    dense = DenseTarget.load(resolve_source(str(target)), CPU)
+    head = save(tmp_path / "head", random_head("eagle", dense), "eagle", target, torch.arange(512))
+    path = tmp_path / "result.json"
+    trees = ["--set", "speculative.tree=true", "--set", "speculative.adaptive=false"]
+    own = ["--proposer", "eagle", "--eagle", str(head), "--requests", "1", "--repeats", "1"]
+    main([*arguments, *own, *trees, "-o", str(path)])
+    row = json.loads(path.read_text())["results"][1]
+    assert row["mean_acceptance_length"] < 2
+    whole = row["whole_drafts"]
+    assert (whole["num_tokens"], whole["is_tree"]) == (26, True)
+    # Behind the prompt's own token 13 are left: trees are whole as long as six or more are.
+    assert whole["num_steps"] >= len(QUESTIONS)
+    assert whole["num_steps"] < row["num_steps"]
+
+
 def stored() -> dict[str, Any]:
     spread = {"samples": [1500.0], "median": 1500.0, "min": 1500.0, "max": 1500.0}
     measured = {
@@ -143,7 +166,7 @@ def stored() -> dict[str, Any]:
         "whole_drafts": {"num_tokens": 6, "num_steps": 9, "verify_cost": 1.2},
         "by_category": {
             "rag": {"speedup": 1.9, "mean_acceptance_length": 3.0},
-            "copy-heavy": {"speedup": 1.9, "mean_acceptance_length": None},
+            "copy-heavy": {"speedup": 1.9, "mean_acceptance_length": None},  # an older name
         },
     }
     return {
@@ -175,7 +198,7 @@ def test_a_stored_result_becomes_tables_that_name_what_falls_short() -> None:
         "| 6 tokens, 1.20 plain steps |",
         "| medusa | 1 | – | – | – | – | – | – | – | – | – | – |",
     ]
-    assert "| requests at a time: 1; speedup (tokens of a round) | rag | copy-heavy |" in lines
+    assert "| requests at a time: 1; speedup (tokens of a round) | rag | summarization + rag |" in lines
     assert "| ngram | 1.90 × (3.00) | 1.90 × (–) |" in lines
     assert missed_speculation(stored()) == [
         "eagle at 1 requests, 1.40 × plain decoding instead of 1.5 ×",

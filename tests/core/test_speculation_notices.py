@@ -50,14 +50,6 @@ def test_what_a_round_costs_beside_its_tokens_is_told() -> None:
     assert "switched off" not in notices(round_cost=0.05)
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_that_sampled_requests_have_no_drafts_on_a_small_model_in_graphs_is_told(adaptive: bool) -> None:
-    config = EngineConfig().with_overrides({"speculative.method": "eagle", "speculative.adaptive": adaptive})
-    resolved = config.resolve(device="cuda", max_model_len=100)
-    _, said = resolve_speculation(resolved, None, DraftCost(only_in_graphs=True))
-    assert any("off in steps with sampled requests" in notice for notice in said) == adaptive
-
-
 def test_who_turns_that_off_is_told() -> None:
     said = notices(speculative__adaptive=False)
     assert "speculation goes on where it loses: speculative.adaptive is off" in said

@@ -123,18 +123,21 @@ class _PausingLate(Pausing):
 
 
 def test_sampled_requests_beside_greedy_ones(graph_host: EngineHost, calls: Counter[str], few_tokens: Path) -> None:
-    """They are launched op by op; behind them greedy ones go on from texts of which the device has had only a part."""
+    """They get the tokens of plain decoding, which little of a text repeats; behind them greedy ones go on."""
     oracle = load_oracle(few_tokens)
     expected = {key: dense_greedy(oracle, PROMPTS[key], 60) for key in ("p15", "p17")}
+    filters: dict[str, Any] = {"temperature": 0.4, "top_k": 5, "seed": 3, "max_tokens": 30, "ignore_eos": True}
+    graph_host.load(config_of(few_tokens, **OPTIONS | {"speculative__method": "none"}))
+    plain = answers(graph_host, {"s": PROMPTS["p2"]}, **filters)["s"].token_ids
     graph_host.load(config_of(few_tokens, **OPTIONS))
-    pausing = Pausing()
     with held(graph_host):
-        submit_to(pausing, graph_host, "p15", PROMPTS["p15"], max_tokens=60, ignore_eos=True)
-        other = submit(graph_host, "p17", PROMPTS["p17"], max_tokens=60, ignore_eos=True)
-    with pausing.paused():
-        sampled = submit(graph_host, "s", PROMPTS["p2"], temperature=0.8, seed=3, max_tokens=6, ignore_eos=True)
-    assert (sampled.finish_reason, pausing.finish_reason, other.finish_reason) == ("length",) * 3
-    assert {"p15": pausing.token_ids, "p17": other.token_ids} == expected
+        greedy = {key: submit(graph_host, key, PROMPTS[key], max_tokens=60, ignore_eos=True) for key in expected}
+        sampled = submit(graph_host, "s", PROMPTS["p2"], **filters)
+    assert {key: answer.last and answer.token_ids for key, answer in greedy.items()} == expected
+    assert sampled.finish_reason == "length"
+    assert sampled.token_ids == plain
+    assert sampled.last.speculation is not None
+    assert sampled.last.speculation.num_accepted_tokens > 0
     assert calls["repeat"] > 3
 
 

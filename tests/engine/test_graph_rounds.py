@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from backend.core.scheduler_factory import make_scheduler
-from backend.engine import llm_engine
 from backend.engine.engine_host import EngineHost
 from backend.models.sources import resolve_source
 from backend.spec_decode.heads.head_config import HeadKind
 from backend.spec_decode.heads.target import DenseTarget
 from backend.worker.decoders import ReferenceDecoder
-from backend.worker.model_runner import ModelRunner
 from tests.engine.driving import answers, check_idle, config_of, held, submit
 from tests.engine.heads import KINDS, answers_and_rounds, check_drafts, heading, load_drafter, random_head, save
+from tests.engine.looking_up import count_rounds
 from tests.engine.speculating import at_random, scripted, whole
 from tests.helpers import dense_greedy, load_oracle, make_tiny_model
 from tests.spec_decode.tiny_heads import CPU, random_ids
@@ -163,36 +161,71 @@ def test_a_head_in_graphs_where_there_are_two_kv_groups(
     assert replays["round_graphs"] > 20
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sampled_requests_beside_greedy_ones_get_the_tokens_that_they_get_without_graphs(
-    graph_host: EngineHost, replays: Counter[str], tiny_llama: Path, heads: dict[HeadKind, Path], kind: HeadKind
+@pytest.mark.parametrize("method", ["eagle", "medusa", "draft_model"])
+def test_sampled_requests_get_the_tokens_of_plain_decoding(
+    graph_host: EngineHost,
+    replays: Counter[str],
+    tiny_llama: Path,
+    heads: dict[HeadKind, Path],
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rounds with them are launched op by op, over what graphs have left of prompts and of greedy rounds."""
+    """With their seeds and filters, beside a greedy one, in rounds that follow each other without the host; but for the first
+    tokens of one for which ids are banned, and with the probabilities that the model gives."""
+    sampling = {
+        "p1": {"temperature": 0.8, "top_k": 20, "seed": 3},
+        "p2": {"temperature": 1.0, "seed": 2**63 - 1},
+        "p15": {},
+        "p17": {"temperature": 1.3, "top_p": 0.7, "seed": 5},
+        "p40": {"temperature": 0.6, "top_k": 50, "top_p": 0.9, "seed": 2**40},
+    }
 
-    def both() -> list[dict[str, list[int]]]:
-        alone = answers(graph_host, PROMPTS, **GREEDY)
+    def collect() -> dict[str, list[int]]:
         with held(graph_host):
-            greedy = {key: submit(graph_host, key, PROMPTS[key], **GREEDY) for key in ("p1", "p15")}
-            sampled = {
-                key: submit(graph_host, key, PROMPTS[key], temperature=0.8, top_k=20, seed=3, max_tokens=15)
-                for key in ("p2", "p40")
+            collected = {
+                key: submit(graph_host, key, PROMPTS[key], max_tokens=20, ignore_eos=True, **sampling[key])
+                for key in sampling
             }
-        collected = {**greedy, **sampled}
-        assert all(answer.last.speculation is not None for answer in collected.values())
-        return [{key: answer.token_ids for key, answer in each.items()} for each in (alone, collected)]
+        assert all(answer.finish_reason == "length" for answer in collected.values())
+        return {key: answer.token_ids for key, answer in collected.items()}
 
-    graph_host.load(heading(tiny_llama, kind, heads[kind], **SMALL))
-    with_graphs = both()
-    assert replays["round_graphs"]
-    assert replays["observe_graphs"] > 10
-    graph_host.unload()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelRunner, "capture_cuda_graphs", lambda *args: None)
-        patch.setattr(llm_engine, "make_scheduler", make_scheduler)
-        graph_host.load(heading(tiny_llama, kind, heads[kind], **SMALL))
-    before = replays.copy()
-    assert both() == with_graphs
-    assert replays == before
+    graph_host.load(config_of(tiny_llama, **SMALL))
+    plain = collect()
+    calls = count_rounds(monkeypatch)
+    options = {"speculative__method": method, "speculative__model": str(tiny_llama)}
+    if method in KINDS:
+        options["speculative__model"] = str(heads[method])
+    graph_host.load(config_of(tiny_llama, **options, **SMALL))
+    if method in KINDS:  # a draft model catches up with prompts op by op
+        monkeypatch.setattr(ReferenceDecoder, "forward", _refuse)
+    assert collect() == plain
+    assert replays["round_graphs"] > 10
+    assert calls["repeat"] > 3 or method == "draft_model"
+
+
+def test_what_sampled_rounds_tell_of_their_drafts(
+    graph_host: EngineHost, tiny_llama: Path, heads: dict[HeadKind, Path]
+) -> None:
+    """Each draft's probability by a dense pass of the model after the request's filters, which is that of accepting it."""
+    graph_host.load(heading(tiny_llama, "eagle", heads["eagle"], **SMALL))
+    filters = {"temperature": 0.9, "top_k": 7, "seed": 11}
+    collected, rounds = answers_and_rounds(graph_host, PROMPTS, max_tokens=20, ignore_eos=True, **filters)
+    oracle, num_told = load_oracle(tiny_llama), 0
+    for it in rounds:
+        answer, prompt = collected[it.request_id].token_ids, PROMPTS[it.request_id]
+        text = [*prompt, *answer[: it.position], *it.draft_token_ids]
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([text])).logits[0, len(prompt) + it.position - 1 :]
+        for place, token_id in enumerate(it.draft_token_ids):
+            kept = logits[place].topk(7)
+            law = torch.zeros(512).scatter(0, kept.indices, (kept.values / 0.9).softmax(-1))
+            assert it.target_probs[place] == pytest.approx(law[token_id].item(), rel=2**-10, abs=1e-6), (
+                "told in 16 bits"
+            )
+            assert it.accept_probs[place] == it.target_probs[place]
+            assert it.draft_probs[place] == 1.0
+            num_told += 0 < law[token_id] < 1
+    assert num_told > 5
 
 
 @pytest.mark.parametrize("name", ["as ever", "chunks", "preempted"])

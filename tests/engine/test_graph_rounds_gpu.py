@@ -18,6 +18,7 @@ from backend.worker.graph_rounds import GraphRounds
 from backend.worker.model_runner import ModelRunner
 from tests.engine.driving import answers, config_of, held, submit
 from tests.engine.heads import KINDS, answers_and_rounds, let_draft_only_where_graphs_do, random_head, save
+from tests.engine.looking_up import count_rounds
 from tests.engine.test_gpu import prompts
 from tests.spec_decode.tiny_heads import CPU
 
@@ -178,16 +179,36 @@ def test_a_round_is_a_few_replays_and_nothing_in_it_waits(
 
 
 @pytest.mark.parametrize("method", ["eagle", "medusa", "a model"])
-def test_sampled_requests_beside_greedy_ones(
-    gpu_host: EngineHost, tiny_llama: Path, methods: dict[str, dict[str, Any]], method: str
+def test_sampled_requests_get_the_tokens_of_plain_decoding(
+    gpu_host: EngineHost,
+    tiny_llama: Path,
+    methods: dict[str, dict[str, Any]],
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Greedy ones get the same as alone, in rounds that graphs take and in rounds that they do not."""
-    gpu_host.load(config_of(tiny_llama, **methods[method]))
+    """Bit-equal logits, and so the same draws, beside greedy ones; their rounds follow each other without the host."""
     names = sorted(prompts())[:4]
-    alone = answers(gpu_host, {name: prompts()[name] for name in names[:2]}, **GREEDY)
-    with held(gpu_host):
-        greedy = {name: submit(gpu_host, name, prompts()[name], **GREEDY) for name in names[:2]}
-        sampled = [submit(gpu_host, n, prompts()[n], temperature=0.8, seed=3, max_tokens=12) for n in names[2:]]
-    assert all(answer.last.finish_reason in ("length", "stop") for answer in sampled)
-    assert all(answer.last is not None for answer in greedy.values())
-    assert {key: it.token_ids for key, it in greedy.items()} == {key: it.token_ids for key, it in alone.items()}
+    filters = [
+        {},
+        {"temperature": 0.8, "seed": 3},
+        {"temperature": 1.0, "top_p": 0.8},
+        {"temperature": 0.6, "top_k": 9},
+    ]
+
+    def collect() -> dict[str, list[int]]:
+        with held(gpu_host):
+            collected = {
+                name: submit(gpu_host, name, prompts()[name], **GREEDY, **each)
+                for name, each in zip(names, filters, strict=True)
+            }
+        assert all(answer.last is not None for answer in collected.values())
+        return {name: answer.token_ids for name, answer in collected.items()}
+
+    exact: dict[str, Any] = {"model__device": "cuda", "model__dtype": "float32", "kernels__batch_invariant": True}
+    gpu_host.load(config_of(tiny_llama, **exact))
+    plain = collect()
+    calls = count_rounds(monkeypatch)
+    gpu_host.load(config_of(tiny_llama, **exact | methods[method]))
+    assert collect() == plain
+    assert calls["run"] > 0
+    assert calls["repeat"] > 3 or method == "a model"

@@ -18,7 +18,7 @@ from backend.spec_decode.heads.head_config import HeadKind
 from backend.spec_decode.heads.target import DenseTarget
 from backend.worker.decoders import ReferenceDecoder
 from backend.worker.model_runner import ModelRunner
-from tests.engine.driving import held, submit
+from tests.engine.driving import Answer, config_of, held, submit
 from tests.engine.few_tokens import GREEDY, PROMPTS
 from tests.engine.heads import (
     KINDS,
@@ -192,32 +192,39 @@ def test_windows(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sampled_requests_beside_greedy_ones(
+def test_sampled_requests_get_the_tokens_of_plain_decoding(
     graph_host: EngineHost,
     replays: Counter[str],
     few_tokens: Path,
     few_tokens_heads: dict[HeadKind, Path],
     few_tokens_greedy: dict[str, list[int]],
     kind: HeadKind,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rounds with them are launched op by op, over what graphs have left of prompts and of greedy rounds, and before others."""
+    """With their seeds and filters, beside greedy ones; nodes are accepted below the first level too."""
+    filters: dict[str, dict[str, Any]] = {
+        "p2": {"temperature": 0.8, "top_k": 20, "seed": 3},
+        "p16": {"temperature": 0.5, "seed": 7},
+        "p40": {"temperature": 1.2, "top_p": 0.8, "seed": 2**62 + 5},
+    }
 
-    def both() -> list[int]:
+    def collect() -> dict[str, Answer]:
         with held(graph_host):
-            greedy = {key: submit(graph_host, key, PROMPTS[key], **GREEDY) for key in ("p1", "p15")}
-            sampled = submit(graph_host, "p2", PROMPTS["p2"], temperature=0.8, top_k=20, seed=3, max_tokens=5)
-        for key, answer in greedy.items():
-            assert answer.last is not None
-            assert answer.token_ids == few_tokens_greedy[key]
-        assert sampled.last.finish_reason == "length"
-        return sampled.token_ids
+            collected = {
+                key: submit(graph_host, key, PROMPTS[key], **GREEDY, **filters.get(key, {}))
+                for key in ("p1", "p15", *filters)
+            }
+        assert all(answer.finish_reason == "length" for answer in collected.values())
+        return collected
 
+    graph_host.load(config_of(few_tokens, **SMALL))
+    plain = {key: answer.token_ids for key, answer in collect().items()}
+    assert all(plain[key] == few_tokens_greedy[key] for key in ("p1", "p15"))
     graph_host.load(growing(few_tokens, kind, few_tokens_heads[kind], **SMALL))
-    with_graphs = both()
-    assert replays["tree_graphs"] > 2
-    without_graphs(monkeypatch, graph_host, few_tokens, kind, few_tokens_heads[kind], **SMALL)
-    assert both() == with_graphs
+    collected = collect()
+    assert {key: answer.token_ids for key, answer in collected.items()} == plain
+    assert replays["tree_graphs"] > 5
+    longest = max(len(event.token_ids) for key in filters for event in collected[key].events)
+    assert longest > 2, "no second level was accepted"
 
 
 @pytest.mark.parametrize("kind", KINDS)

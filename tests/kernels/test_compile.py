@@ -38,25 +38,27 @@ from kernels.ops import (
     rms_norm,
     rotary_and_store,
     round_positions,
+    sample_nodes,
     settle_round,
     store_kv_cache,
     top_tokens,
-    verify_greedy,
+    verify_chain,
     verify_tree,
 )
 from kernels.ops.fragment_projection import fragment_options
 from kernels.ops.projection import Tiles, default_tiles
 
 TYPES = {
-    "*i64": "token_ids vocabulary starts counts last_indices positions slot_mapping rows sampled_token_ids outcome "
+    "*i64": "token_ids vocabulary starts counts last_indices positions slot_mapping rows outcome "
     "tree_mask source_slots target_slots addresses slot_words "
     "num_computed places slot_mappings pass_positions pass_slot_mappings "
     "num_granted lengths chunk_found "
     "ids sources last_token_ids next_token_ids drafts draft_token_ids num_draft_tokens "
-    "accepted_nodes last_nodes parents",
+    "accepted_nodes last_nodes parents depths seeds num_prompt_tokens sampled_token_ids",
     "*i32": "block_table block_tables pass_seq_lens chunk_token_ids texts query_start_loc seq_lens arrivals words counters "
-    "tree_starts",
-    "*fp32": "logits probs chunk_max chunk_sum chunk_top cos_sin_cache square_sums next_square_sums "
+    "tree_starts top_k",
+    "*fp32": "logits probs sampled_probs temperature top_p "
+    "chunk_max chunk_sum chunk_top cos_sin_cache square_sums next_square_sums "
     "partial partial_max partial_sum",
     "*i1": "finite",
     "*fp16": "key_scales value_scales scales origins",
@@ -132,15 +134,17 @@ for sizes in ({"BLOCK_K": 2, "BLOCK_CHUNKS": 1}, {"BLOCK_K": 64, "BLOCK_CHUNKS":
     assert shared_bytes(ngram_drafts._draft_from_text_kernel, sizes) <= CONSUMER_SHARED_BYTES
 for kernel in (gather_round._gather_round_kernel, settle_round._settle_round_kernel):
     assert shared_bytes(kernel, {"BLOCK": 128}) == 0
-assert shared_bytes(verify_greedy._verify_chunk_kernel, {"BLOCK": 2048}) <= CONSUMER_SHARED_BYTES
+assert shared_bytes(verify_chain._verify_chunk_kernel, {"BLOCK": 2048}) <= CONSUMER_SHARED_BYTES
 for sizes in ({"BLOCK_K": 2, "BLOCK_CHUNKS": 32}, {"BLOCK_K": 64, "BLOCK_CHUNKS": 128}):
-    assert shared_bytes(verify_greedy._verify_row_kernel, sizes) <= CONSUMER_SHARED_BYTES
+    assert shared_bytes(verify_chain._verify_row_kernel, sizes | {"HAS_SAMPLED": True}) <= CONSUMER_SHARED_BYTES
+sizes = {"GREEDY_TEMPERATURE": 1e-5, "LOG2_E": 1.44, "BLOCK": 4096, "MAX_NUM_BLOCKS": 64, "BLOCK_NODES": 64}
+assert shared_bytes(sample_nodes._sample_nodes_kernel, sizes, 16) <= CONSUMER_SHARED_BYTES
 for width in (1, 8):
     sizes = {"WIDTH": width, "MAPPED": True, "BLOCK": 2048}
     for kernel in (top_tokens._top_of_chunk_kernel, top_tokens._top_of_row_kernel):
         assert shared_bytes(kernel, sizes) <= CONSUMER_SHARED_BYTES
 for sizes in ({"BLOCK_NODES": 2, "BLOCK_CHUNKS": 32}, {"BLOCK_NODES": 64, "BLOCK_CHUNKS": 128}):
-    assert shared_bytes(verify_tree._verify_tree_kernel, sizes) <= CONSUMER_SHARED_BYTES
+    assert shared_bytes(verify_tree._verify_tree_kernel, sizes | {"HAS_SAMPLED": True}) <= CONSUMER_SHARED_BYTES
 sizes = {"NUM_MOVES": 5, "BLOCK": compact_kv_cache.BLOCK}
 assert shared_bytes(compact_kv_cache._compact_kv_cache_kernel, sizes) == 0
 
@@ -183,7 +187,12 @@ shared = shared_bytes(paged_attention._paged_attention_kernel, sizes, tiles.num_
 assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
 sizes = {"BLOCK_SIZE": 24, "NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 128, "FORMAT": "int4", "NUM_SCALES": 2}
 sizes |= {"BLOCK_HEADS": 16, "BLOCK_HALF": 64, "LEVELS": 6}
-assert shared_bytes(rotary_and_store._rotary_and_quantize_kernel, sizes) <= CONSUMER_SHARED_BYTES
+for normed in (False, True):
+    sizes |= {"QK_NORM": normed}
+    without = () if normed else ("q_norm_weight_ptr", "k_norm_weight_ptr")
+    for kernel in (rotary_and_store._rotary_and_store_kernel, rotary_and_store._rotary_and_quantize_kernel):
+        kv_format = {} if kernel is rotary_and_store._rotary_and_quantize_kernel else {"FORMAT": None}
+        assert shared_bytes(kernel, sizes | kv_format, without=without) <= CONSUMER_SHARED_BYTES
 sizes |= {"HEAD_DIM": 80, "BLOCK_HEADS": 4, "FORMAT": "fp8_e4m3", "NUM_SCALES": 1}
 assert shared_bytes(store_kv_cache._quantize_vectors_kernel, sizes) <= CONSUMER_SHARED_BYTES
 

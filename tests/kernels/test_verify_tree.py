@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.ops.verify_greedy as module
+import kernels.ops.verify_chain as module
 from backend.sample.tree_rejection import TreeRejectionSampler
 from backend.spec_decode.draft_tree import DEFAULT_TREES, DraftTree
 from backend.worker.round_download import num_round_bytes, pack_round
 from backend.worker.tree_rounds import TreeRounds
+from kernels.reference.sample_nodes import SampledNodes
 from kernels.reference.verify_tree import TreeRound
 from kernels.registry import REGISTRY
 from tests.kernels.oracle import GuardBands
@@ -91,6 +92,41 @@ def test_follows_what_is_likeliest(name: str, which: str, device: torch.device) 
     assert found.next_token_ids.flatten().tolist() == before[0].max(dim=-1).indices.tolist()
     bands.assert_untouched()
     assert all(map(torch.equal, before, inputs))
+
+
+@pytest.mark.parametrize("which", IMPLEMENTATIONS)
+def test_sampled_rows_follow_what_they_have_drawn(which: str, device: torch.device) -> None:
+    """As a greedy walk does over logits whose largest are those tokens; beside greedy rows. Told are the given probabilities."""
+    torch.manual_seed(6)
+    tree, num_rows = TREES["lopsided"], 8
+    logits, drafts, counts = drafted(tree, num_rows, 37, device)
+    others, _, _ = drafted(tree, num_rows, 37, device)
+    is_sampled = torch.arange(num_rows, device=device)[:, None] % 2 == 0
+    token_ids = others.max(dim=-1).indices.view(num_rows, -1)
+    behind = torch.tensor(tree.parents[1:], device=device)
+    planted = token_ids[:, behind]  # some of the nodes hold what has been drawn behind their parents
+    drafts = planted.where(is_sampled & (torch.rand(drafts.shape, device=device) < 0.7), drafts)
+    probs = torch.rand(num_rows, tree.num_drafted, device=device)
+    sampled = SampledNodes(token_ids.where(is_sampled, -1), probs)
+    parents = torch.tensor(tree.parents, device=device)
+    found: TreeRound = getattr(OP, which)(logits, drafts, counts, parents, tree.depth, sampled)
+    walked = others.view(num_rows, -1).where(is_sampled, logits.view(num_rows, -1)).view(logits.shape)
+    expected_ids, expected_paths = naive(tree, walked.cpu(), drafts.cpu(), counts.cpu())
+    assert found.ids.tolist() == expected_ids
+    assert found.accepted_nodes.tolist() == expected_paths
+    assert found.next_token_ids.flatten().tolist() == walked.max(dim=-1).indices.tolist()
+    told = found.packed[found.ids.nbytes :].view(torch.float32).view(3, num_rows, tree.depth)
+    depths = [len(path) - path.count(-1) for path in expected_paths]
+    assert max(depths[::2]) > 1
+    for row in range(0, num_rows, 2):
+        node = 0
+        for level in range(tree.depth):
+            child = expected_paths[row][level]
+            refused = [it for it in tree.children[node] if it <= counts[row]] if level == depths[row] else []
+            shown = child if child > 0 else (refused[0] if refused else 0)
+            expected = probs[row, shown - 1].item() if shown else 0.0
+            assert told[0, row, level].item() == told[1, row, level].item() == expected
+            node = child if child > 0 else node
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the interpreter, where nothing has a probability

@@ -9,7 +9,7 @@ from backend.core.output import ModelRunnerOutput
 from backend.worker.round_download import RoundDownload, RoundTimes, num_round_bytes
 from backend.worker.stage_clock import StageClock
 from backend.worker.step_tensors import HostBuffers
-from kernels.reference.verify_greedy import verify_greedy
+from kernels.reference.verify_chain import verify_chain
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 VOCAB = 10
@@ -30,7 +30,7 @@ def result_of(
             logits[row, position] = torch.nan if token_id < 0 else torch.eye(VOCAB)[token_id]
     rows = torch.tensor([*drafts, [-1] * k]), torch.tensor([*counts, 0])
     padded = torch.cat((logits, logits[:1])).view(-1, VOCAB)
-    packed, _ = verify_greedy(*(it.to(device) for it in (padded, *rows)))
+    packed, _ = verify_chain(*(it.to(device) for it in (padded, *rows)))
     shape, clock = (len(best) + 1, k), StageClock(device)
     clock.mark()
     buffer = HostBuffers(device).next(num_round_bytes(*shape))

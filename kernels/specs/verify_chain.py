@@ -1,4 +1,4 @@
-"""What becomes of greedy drafts."""
+"""What becomes of chains of drafts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels.kernel_op import Inputs, KernelOp, Tolerance
-from kernels.reference.verify_greedy import verify_greedy
+from kernels.reference.sample_nodes import NOT_SAMPLED, SampledNodes
+from kernels.reference.verify_chain import verify_chain
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1 x 6 x 49152": {"num_rows": 1, "k": 5, "vocab_size": 49_152},
@@ -26,25 +27,32 @@ def make_inputs(
     k: int = 4,
     vocab_size: int = 4_999,
 ) -> Inputs:
-    """Logits as a model in `dtype` gives them: rounded to it, hence with equal ones. Of the drafts about one in five is wrong."""
+    """Logits as a model in `dtype` gives them: rounded to it, hence with equal ones. Of the drafts about one in five is wrong.
+    Every other row is sampled."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def random(high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, device=device, generator=generator)
 
     logits = torch.randn(num_rows * (k + 1), vocab_size, device=device, generator=generator).to(dtype).float()
-    likeliest = logits.max(dim=-1).indices.view(num_rows, k + 1)[:, :k]
+    likeliest = logits.max(dim=-1).indices.view(num_rows, k + 1)
+    drawn = likeliest.where(random(5, num_rows, k + 1) > 0, random(vocab_size, num_rows, k + 1))
+    is_sampled = torch.arange(num_rows, device=device)[:, None] % 2 == 1
     return {
         "logits": logits,
-        "draft_token_ids": likeliest.where(random(5, num_rows, k) > 0, random(vocab_size, num_rows, k)),
+        "draft_token_ids": likeliest[:, :k].where(random(5, num_rows, k) > 0, random(vocab_size, num_rows, k)),
         "num_draft_tokens": random(k + 1, num_rows),
+        "sampled": SampledNodes(
+            drawn.where(is_sampled, NOT_SAMPLED), torch.rand(num_rows, k, device=device, generator=generator)
+        ),
     }
 
 
 def bytes_moved(inputs: Inputs) -> int:
-    """Logits, drafts and their numbers in; for each row the packed round out."""
+    """Logits, drafts, their numbers and what was sampled in; for each row the packed round out."""
     num_rows, k = inputs["draft_token_ids"].shape
-    return inputs["logits"].nbytes + 8 * num_rows * (k + 1) + num_rows * (28 * k + 24)
+    taken = sum(it.nbytes for it in (inputs["logits"], *inputs["sampled"]))
+    return taken + 8 * num_rows * (k + 1) + num_rows * (28 * k + 24)
 
 
 def flops(inputs: Inputs) -> int:
@@ -59,8 +67,8 @@ def _comparable(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 OP = KernelOp(
-    name="verify_greedy",
-    reference=verify_greedy,
+    name="verify_chain",
+    reference=verify_chain,
     make_inputs=make_inputs,
     # Of the probabilities, which are 1 at most: sums of exponentials. Ids are equal or wrong.
     tolerances={dtype: Tolerance(5e-6, 0.0) for dtype in (torch.float32, torch.bfloat16, torch.float16)},

@@ -1,4 +1,4 @@
-"""What becomes of greedy drafts, in Triton."""
+"""What becomes of chains of drafts, in Triton."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.checks import check_tensor
+from kernels.reference.sample_nodes import SampledNodes
 
 BLOCK = 2048
 
@@ -68,12 +69,15 @@ def _verify_row_kernel(
     logits_ptr,
     draft_token_ids_ptr,
     num_draft_tokens_ptr,
+    sampled_token_ids_ptr,
+    sampled_probs_ptr,
     stride_logits_row,
     stride_draft_token_ids_row,
     vocab_size,
     num_chunks,
     num_rows,
     k,
+    HAS_SAMPLED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
 ):
@@ -103,7 +107,16 @@ def _verify_row_kernel(
     draft_token_id = tl.load(draft_ptrs, mask=is_draft, other=0)
     logit = tl.load(logits_ptr + logits_row * stride_logits_row + draft_token_id, mask=is_drafted, other=float("-inf"))
     target_prob = tl.where(is_drafted, tl.exp(logit - shift) / tl.where(is_drafted, total, 1.0), 0.0)
+    if HAS_SAMPLED:
+        sampled = tl.load(sampled_token_ids_ptr + logits_row, mask=position <= k, other=-1)
+        is_sampled = sampled >= 0
+        token_id = tl.where(is_sampled, sampled, token_id)
+        sampled_prob = tl.load(sampled_probs_ptr + row * k + position, mask=is_drafted & is_sampled, other=0.0)
+        target_prob = tl.where(is_sampled, sampled_prob, target_prob)
     is_accepted = is_drafted & (draft_token_id == token_id)
+    accept_prob = tl.where(is_accepted, 1.0, 0.0)
+    if HAS_SAMPLED:
+        accept_prob = tl.where(is_sampled, sampled_prob, accept_prob)
     num_accepted = tl.min(tl.where(is_accepted & is_finite, k, position), axis=0)
     last = tl.sum(tl.where(position == num_accepted, token_id, 0), axis=0)
     is_usable = tl.min((is_finite | (position > num_accepted)).to(tl.int32), axis=0)
@@ -116,7 +129,7 @@ def _verify_row_kernel(
     tl.store(begin + k + 3 + position, draft_token_id, mask=is_draft)
     prob_ptrs = probs_ptr + row * k + position
     tl.store(prob_ptrs, target_prob, mask=is_draft)
-    tl.store(prob_ptrs + num_rows * k, tl.where(is_accepted, 1.0, 0.0), mask=is_draft)
+    tl.store(prob_ptrs + num_rows * k, accept_prob, mask=is_draft)
     tl.store(prob_ptrs + 2 * num_rows * k, tl.where(is_drafted, 1.0, 0.0), mask=is_draft)
 
 
@@ -145,20 +158,25 @@ def likeliest_of_chunks(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return chunk_max, chunk_sum, chunk_token_ids
 
 
-def verify_greedy(logits: Tensor, draft_token_ids: Tensor, num_draft_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept each row's drafts as far as they are the target's likeliest tokens, and add the one behind them.
+def verify_chain(
+    logits: Tensor, draft_token_ids: Tensor, num_draft_tokens: Tensor, sampled: SampledNodes | None = None
+) -> tuple[Tensor, Tensor]:
+    """Accept each row's drafts as far as they are the target's own tokens, and add the one behind them.
 
-    A drafted token is accepted where it is the lowest id that has the largest logit of its position, all before it are, and
-    that logit is finite. The last token is the likeliest behind those accepted. Two launches: one pass over the logits, in
-    chunks that follow from the vocabulary alone, and one that joins them.
+    The target's token of a position is the lowest id that has its largest logit, which has to be finite; or of a sampled row
+    what `sample_nodes` has drawn. A draft is accepted if it is that token and all before it are accepted. The last token is
+    the target's behind those. Two launches: one pass over the logits, in chunks that follow
+    from the vocabulary alone, and one that joins them.
 
     Args:
         logits: float32 [num_rows * (k + 1), vocab_size], strides (any, 1), k at least 1
         draft_token_ids: int64 [num_rows, k], strides (any, 1), below vocab_size
         num_draft_tokens: int64 [num_rows], stride (1,), 0 to k; positions from there on are padding, whatever they hold
+        sampled: of `sample_nodes` over these chains, contiguous; None: all rows are greedy
     Returns:
         packed: uint8 [num_rows * (28 * k + 24)]: `ids`, and behind them float32 [3, num_rows, k]: of each drafted token its
-            probability at temperature 1, whether it is its position's likeliest (1 or 0), and 1; of padding 0.
+            probability, of a greedy row at temperature 1, with which it is accepted once it is reached, of a greedy row 1 or
+            0, and 1; of padding 0.
         ids: int64 [num_rows, 2 * k + 3], a view. In each row k + 1 columns with the accepted tokens, the last one and -1
             behind it; how many were accepted; 1, or 0 where a position that was needed has a NaN or no finite maximum, and
             then the last token is some id of the vocabulary; and `draft_token_ids`.
@@ -177,6 +195,8 @@ def verify_greedy(logits: Tensor, draft_token_ids: Tensor, num_draft_tokens: Ten
     vocab_size = logits.shape[1]
     if vocab_size == 0:
         raise ValueError("logits has 0 columns; at least 1 is expected")
+    if sampled is not None:
+        check_sampled(sampled, num_rows, k + 1, logits.device)
 
     num_bytes = 8 * num_rows * (2 * k + 3)
     packed = torch.empty((num_bytes + 12 * num_rows * k,), dtype=torch.uint8, device=logits.device)
@@ -194,14 +214,26 @@ def verify_greedy(logits: Tensor, draft_token_ids: Tensor, num_draft_tokens: Ten
         logits,
         draft_token_ids,
         num_draft_tokens,
+        None if sampled is None else sampled.token_ids,
+        None if sampled is None else sampled.probs,
         logits.stride(0),
         draft_token_ids.stride(0),
         vocab_size,
         num_chunks,
         num_rows,
         k,
+        HAS_SAMPLED=sampled is not None,
         BLOCK_K=triton.next_power_of_2(k + 1),
         BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=4,  # pyright: ignore[reportCallIssue]  (a launch option)
     )
     return packed, ids
+
+
+def check_sampled(sampled: SampledNodes, num_rows: int, num_nodes: int, device: torch.device) -> None:
+    """That it is contiguous and of so many rows and nodes. Raises `ValueError`."""
+    check_tensor("sampled.token_ids", sampled.token_ids, (num_rows, num_nodes), torch.int64, device)
+    check_tensor("sampled.probs", sampled.probs, (num_rows, num_nodes - 1), torch.float32, device)
+    for name, tensor in sampled._asdict().items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"sampled.{name} has strides {list(tensor.stride())}; expected it contiguous")
