@@ -111,13 +111,12 @@ def config_of_decoder(decoder: DecoderConfig) -> dict[str, Any]:
     named = decoder.checkpoint_dtype not in ("unknown", "generated")
     sliding = frozenset(decoder.sliding_layers)
     types = ["sliding_attention" if layer in sliding else "full_attention" for layer in range(decoder.num_layers)]
+    chosen = {"sliding_window": decoder.sliding_window, "use_sliding_window": bool(sliding), "layer_types": types}
     family, windows = {
         "LlamaForCausalLM": ("llama", {}),
         "MistralForCausalLM": ("mistral", {"sliding_window": decoder.sliding_window}),
-        "Qwen2ForCausalLM": (
-            "qwen2",
-            {"sliding_window": decoder.sliding_window, "use_sliding_window": bool(sliding), "layer_types": types},
-        ),
+        "Qwen2ForCausalLM": ("qwen2", chosen),
+        "Qwen3ForCausalLM": ("qwen3", chosen),
     }[decoder.architecture]
     return {
         "model_type": family,

@@ -18,5 +18,5 @@ class RMSNorm(nn.Module):
         self._ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        """float [num_tokens, hidden] -> same."""
+        """float [num_rows, hidden_size] -> same."""
         return self._ops.rms_norm(x, self.weight, self.eps)

@@ -36,7 +36,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.attention_norm = RMSNorm(size, eps, ops=ops, dtype=dtype, device=device)
-        self.attention = Attention(config, ops=ops, dtype=dtype, device=linear_device)
+        self.attention = Attention(config, ops=ops, dtype=dtype, device=device, linear_device=linear_device)
         self.mlp_norm = RMSNorm(size, eps, ops=ops, dtype=dtype, device=device)
         self.mlp = DenseMLP(config, ops=ops, dtype=dtype, device=linear_device)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from backend.models.json_fields import JsonFields, shown
 from backend.quantization.formats.quantization_config import read_quantization
@@ -22,15 +23,26 @@ class _Architecture:
 
     max_position_embeddings: int
     num_kv_heads: int | None = None  # None: as many as query heads
-    chooses_biases: bool = False
+    head_dim: int | None = None  # None: what the hidden size gives each query head
+    chooses_attention_bias: bool = False
+    chooses_mlp_bias: bool = False
     qkv_bias: bool = False
-    has_window: bool = False
+    qk_norm: bool = False
+    window: Literal["none", "of all layers", "of chosen layers"] = "none"
 
 
 _ARCHITECTURES = {
-    "LlamaForCausalLM": _Architecture(2048, chooses_biases=True),
-    "MistralForCausalLM": _Architecture(131072, num_kv_heads=8, has_window=True),
-    "Qwen2ForCausalLM": _Architecture(32768, num_kv_heads=32, qkv_bias=True, has_window=True),
+    "LlamaForCausalLM": _Architecture(2048, chooses_attention_bias=True, chooses_mlp_bias=True),
+    "MistralForCausalLM": _Architecture(131072, num_kv_heads=8, window="of all layers"),
+    "Qwen2ForCausalLM": _Architecture(32768, num_kv_heads=32, qkv_bias=True, window="of chosen layers"),
+    "Qwen3ForCausalLM": _Architecture(
+        32768,
+        num_kv_heads=32,
+        head_dim=128,
+        chooses_attention_bias=True,
+        qk_norm=True,
+        window="of chosen layers",
+    ),
 }
 SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES)
 
@@ -85,6 +97,7 @@ class DecoderConfig:
     eos_token_ids: frozenset[int]
     checkpoint_dtype: str  # as config.json says ("float32", "bfloat16", ...), "unknown", or "generated" for a dummy
     qkv_bias: bool = False  # of queries, keys and values alone; `attention_bias` gives the output one as well
+    qk_norm: bool = False  # each head's query and key are normalised before they are rotated
     sliding_window: int | None = None  # tokens that a token attends to in those layers, itself included
     sliding_layers: tuple[int, ...] = ()
     stored_quantization: StoredQuantization | None = (
@@ -102,7 +115,7 @@ class DecoderConfig:
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 2 * self.hidden_size * (query_size + kv_size)
         mlp = 3 * self.hidden_size * self.intermediate_size
-        norms = 2 * self.hidden_size
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
         attention_biases = query_size + 2 * kv_size if self.attention_bias or self.qkv_bias else 0
         attention_biases += self.hidden_size if self.attention_bias else 0
         mlp_biases = 2 * self.intermediate_size + self.hidden_size if self.mlp_bias else 0
@@ -131,9 +144,9 @@ def load_decoder_config(folder: Path) -> DecoderConfig:
     num_kv_heads = fields.integer("num_key_value_heads", kv_heads_default, most=_MAX_HEADS)
     if num_heads % num_kv_heads:
         raise fields.error(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
-    if fields.get("head_dim") is None and hidden_size % num_heads:
+    if fields.get("head_dim") is None and architecture.head_dim is None and hidden_size % num_heads:
         raise fields.error(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
-    head_dim = fields.integer("head_dim", hidden_size // num_heads, most=_MAX_HEAD_DIM)
+    head_dim = fields.integer("head_dim", architecture.head_dim or hidden_size // num_heads, most=_MAX_HEAD_DIM)
     if head_dim % 2:
         raise fields.error(f"head_dim {head_dim} is odd: rotary embedding turns pairs")
     max_position_embeddings = fields.integer(
@@ -142,7 +155,6 @@ def load_decoder_config(folder: Path) -> DecoderConfig:
     rope_theta, rope_scaling = _rope(fields, max_position_embeddings)
     num_layers = fields.integer("num_hidden_layers", most=_MAX_LAYERS)
     sliding_window, sliding_layers = _windows(fields, name, num_layers)
-    chooses = architecture.chooses_biases
 
     return DecoderConfig(
         architecture=name,
@@ -158,11 +170,12 @@ def load_decoder_config(folder: Path) -> DecoderConfig:
         rope_scaling=rope_scaling,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        attention_bias=chooses and fields.flag("attention_bias", False),
-        mlp_bias=chooses and fields.flag("mlp_bias", False),
+        attention_bias=architecture.chooses_attention_bias and fields.flag("attention_bias", False),
+        mlp_bias=architecture.chooses_mlp_bias and fields.flag("mlp_bias", False),
         eos_token_ids=_eos_token_ids(fields, vocab_size),
         checkpoint_dtype=fields.text("dtype", fields.text("torch_dtype", "unknown")),
         qkv_bias=architecture.qkv_bias,
+        qk_norm=architecture.qk_norm,
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
         stored_quantization=read_quantization(fields),
@@ -181,15 +194,16 @@ def _architecture(fields: JsonFields) -> tuple[str, _Architecture]:
 
 def _windows(fields: JsonFields, name: str, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
     """The window and the layers that have it, as transformers' model of that architecture reads them."""
-    if not _ARCHITECTURES[name].has_window:
+    which = _ARCHITECTURES[name].window
+    if which == "none":
         fields.refuse("sliding_window", f"attention windows of {name} are")
         return None, ()
-    is_on = name != "Qwen2ForCausalLM" or fields.flag("use_sliding_window", False)
+    is_on = which == "of all layers" or fields.flag("use_sliding_window", False)
     window = None
     if is_on and (fields.get("sliding_window") is not None or not fields.has("sliding_window")):  # a null says "none"
         window = fields.integer("sliding_window", _SLIDING_WINDOW, most=_MAX_POSITIONS)
     types = fields.get("layer_types")
-    if name == "MistralForCausalLM":
+    if which == "of all layers":
         fields.refuse("layer_types", f"layers of two kinds in a {name}, which has a window in all or none, are")
         sliding = range(num_layers)
     elif types is None:

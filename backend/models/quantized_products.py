@@ -43,11 +43,12 @@ def queries(
 ) -> Tensor | None:
     """Those of the layer's product of the norm, rotated, [num_tokens, num_heads, head_dim]; keys and values are stored.
 
-    All in the product's own kernel; None where that does not take the weight, the cache, or so many tokens.
+    All in the product's own kernel; None where that does not take the weight, or so many tokens.
+
+    Args:
+        layer_cache: not quantized.
     """
-    # A quantized vector takes a scale over all of its head, which the kernels have in several programs.
-    is_few = len(residual) <= MAX_FEW_TOKENS and layer_cache.key_scales is None
-    if not is_few or not isinstance(qkv, QuantizedLinear):
+    if len(residual) > MAX_FEW_TOKENS or not isinstance(qkv, QuantizedLinear):
         return None
     rest = (positions, cos_sin_cache, layer_cache.key_cache, layer_cache.value_cache, slot_mapping, qkv.bias)
     packed, takes = qkv.packed, _takes_codes(qkv)

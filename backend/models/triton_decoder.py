@@ -11,6 +11,7 @@ from torch import Tensor
 
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
+from backend.layers.attention import Attention
 from backend.layers.linear import Linear
 from backend.layers.quantized_linear import QuantizedLinear
 from backend.models.decoder import Decoder, DecoderLayer
@@ -191,25 +192,28 @@ class TritonDecoder:
         residual = places.residual
         module, norm = layer.attention, layer.attention_norm
         cache = (self._model.cos_sin_cache, layer_cache.key_cache, layer_cache.value_cache, metadata.slot_mapping)
-        scales = (layer_cache.key_scales, layer_cache.value_scales)
+        options = (module.head_counts[0], layer_cache.key_scales, layer_cache.value_scales, *_head_norms(module))
+        # A head's norm and a quantized vector's scale take all of a head, which the fused kernels have in several programs.
+        is_whole = module.q_norm is not None or layer_cache.key_scales is not None
         fused = _fused(module.qkv, plan.qkv, len(residual))
-        # A quantized vector takes a scale over all of its head, which the fused kernel has in several programs.
-        if fused is None or (fused.code_grid is not None and layer_cache.key_scales is not None):
+        if fused is None or (fused.code_grid is not None and is_whole):
             angles = (metadata.positions, self._model.cos_sin_cache)
-            query = queries(residual, norm, module.qkv, *angles, layer_cache, metadata.slot_mapping)
+            query = None
+            if not is_whole:
+                query = queries(residual, norm, module.qkv, *angles, layer_cache, metadata.slot_mapping)
             if query is None:
                 qkv = normed_product(residual, norm, module.qkv)
-                query = rotary_and_store(qkv, metadata.positions, *cache, module.head_counts[0], *scales)
+                query = rotary_and_store(qkv, metadata.positions, *cache, *options)
         else:
             hidden, square_sums = deferred or (rms_norm(residual, norm.weight, norm.eps), None)
             weight, bias, code_grid, tiles = fused
-            if layer_cache.key_scales is None:
+            if not is_whole:
                 query = norm_qkv_rotary_store(
                     hidden, weight, metadata.positions, *cache, square_sums, norm.eps, bias, code_grid, tiles=tiles
                 )
             else:
                 qkv = norm_linear(hidden, weight, square_sums, norm.eps, bias, tiles=tiles)[0]
-                query = rotary_and_store(qkv, metadata.positions, *cache, module.head_counts[0], *scales)
+                query = rotary_and_store(qkv, metadata.positions, *cache, *options)
         attended = attention.forward(query, layer_cache, metadata, module.scale).flatten(1)
         norm = layer.mlp_norm
         deferred = _add_product(
@@ -262,6 +266,13 @@ class TritonDecoder:
 def _parameters(linear: Linear) -> tuple[Tensor, Tensor | None]:
     assert linear.weight is not None  # laid out as loaded on CUDA
     return linear.weight, linear.bias
+
+
+def _head_norms(module: Attention) -> tuple[Tensor | None, Tensor | None, float]:
+    """Weights of queries' and of keys', and what is added to a mean square, as `rotary_and_store` takes them."""
+    if module.q_norm is None or module.k_norm is None:
+        return None, None, 0.0
+    return module.q_norm.weight, module.k_norm.weight, module.q_norm.eps
 
 
 def _fused(linear: Linear | QuantizedLinear, tiles: Tiles | None, num_tokens: int) -> _Fused | None:

@@ -51,6 +51,9 @@ def weight_slots(decoder: Decoder) -> dict[str, Tensor]:
         prefix = f"model.layers.{index}"
         slots[f"{prefix}.input_layernorm.weight"] = layer.attention_norm.weight.data
         slots[f"{prefix}.post_attention_layernorm.weight"] = layer.mlp_norm.weight.data
+        for name, norm in (("q_norm", layer.attention.q_norm), ("k_norm", layer.attention.k_norm)):
+            if norm is not None:
+                slots[f"{prefix}.self_attn.{name}.weight"] = norm.weight.data
         for module, merged in layer_linears(decoder.config).items():
             linear = layer.get_submodule(module)
             assert isinstance(linear, Linear)

@@ -1,4 +1,4 @@
-"""Rotary position embedding and the cache's update in one launch, in Triton."""
+"""Norms of queries and keys, rotary position embedding and the cache's update in one launch, in Triton."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ def _rotary_and_store_kernel(
     key_cache_ptr,
     value_cache_ptr,
     slot_mapping_ptr,
+    q_norm_weight_ptr,
+    k_norm_weight_ptr,
+    eps,
     stride_qkv_token,
     stride_cos_sin_cache_position,
     stride_key_cache_block,
@@ -39,6 +42,7 @@ def _rotary_and_store_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    QK_NORM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
@@ -56,14 +60,18 @@ def _rotary_and_store_kernel(
         positions_ptr,
         cos_sin_cache_ptr,
         slot_mapping_ptr,
+        q_norm_weight_ptr,
+        k_norm_weight_ptr,
+        eps,
         token,
         head,
         stride_qkv_token,
         stride_cos_sin_cache_position,
-        NUM_HEADS + NUM_KV_HEADS,
-        NUM_HEADS + 2 * NUM_KV_HEADS,
+        NUM_HEADS,
+        NUM_KV_HEADS,
         HEAD_DIM,
         BLOCK_HALF,
+        QK_NORM,
     )
 
     query_ptr += (token * NUM_HEADS * HEAD_DIM + head * HEAD_DIM)[:, None] + column[None, :]
@@ -99,6 +107,9 @@ def _rotary_and_quantize_kernel(
     key_scales_ptr,
     value_scales_ptr,
     slot_mapping_ptr,
+    q_norm_weight_ptr,
+    k_norm_weight_ptr,
+    eps,
     stride_qkv_token,
     stride_cos_sin_cache_position,
     stride_key_cache_block,
@@ -111,6 +122,7 @@ def _rotary_and_quantize_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    QK_NORM: tl.constexpr,
     FORMAT: tl.constexpr,
     NUM_SCALES: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -127,14 +139,18 @@ def _rotary_and_quantize_kernel(
         positions_ptr,
         cos_sin_cache_ptr,
         slot_mapping_ptr,
+        q_norm_weight_ptr,
+        k_norm_weight_ptr,
+        eps,
         token,
         head,
         stride_qkv_token,
         stride_cos_sin_cache_position,
-        NUM_HEADS + NUM_KV_HEADS,
-        NUM_HEADS + 2 * NUM_KV_HEADS,
+        NUM_HEADS,
+        NUM_KV_HEADS,
         HEAD_DIM,
         BLOCK_HALF,
+        QK_NORM,
     )
     if FORMAT == "int4":
         mixed_left, mixed_right = rotate_halves(
@@ -192,9 +208,14 @@ def rotary_and_store(
     num_heads: int,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """Rotate each token's queries and keys, store its keys and values at its slot, return the queries.
 
+    With norm weights each head x of q is first `cast(x[i] / sqrt(mean_j(x[j]^2) + eps)) * q_norm_weight[i]`, and of k
+    likewise, in fp32 up to the cast to `qkv.dtype`, to which the product is rounded as well. Then
     `y[i] = x[i] cos[i] - x[D/2 + i] sin[i]` and `y[D/2 + i] = x[D/2 + i] cos[i] + x[i] sin[i]` for each head of q and k
     (Su et al., "RoFormer", 2021, in its half-split form), in fp32 and rounded once to `qkv.dtype`. Then
     `key_cache[slot // block_size, slot % block_size] = k[t]` with `slot = slot_mapping[t]`; values likewise, as they are.
@@ -214,11 +235,15 @@ def rotary_and_store(
         num_heads: of q
         key_scales: float16 [num_blocks, block_size, num_kv_heads, 1], for uint8 [..., 2], contiguous; mutated
         value_scales: as key_scales; mutated
+        q_norm_weight: qkv.dtype [head_dim], stride (1,); None: neither queries nor keys are normalised
+        k_norm_weight: as q_norm_weight
+        eps: added to the mean square of a head
     Returns:
         The rotated query, qkv.dtype [num_tokens, num_heads, head_dim], contiguous.
     Raises:
-        ValueError: a shape, dtype, device or stride is not as above, num_heads is below 1, or head_dim is odd or above
-            256, or no power of two where the cache is uint8. Positions and slots are not read, hence not checked.
+        ValueError: a shape, dtype, device or stride is not as above, num_heads is below 1, one norm weight comes without
+            the other, or head_dim is odd or above 256, or no power of two where the cache is uint8. Positions and slots are
+            not read, hence not checked.
     """
     check_float_dtype("qkv", qkv)
     kv_format = check_kv_cache(key_cache, value_cache, key_scales, value_scales, None, None, qkv)
@@ -236,6 +261,11 @@ def rotary_and_store(
     check_tensor("positions", positions, (num_tokens,), torch.int64, qkv.device)
     check_tensor("cos_sin_cache", cos_sin_cache, (None, head_dim), torch.float32, qkv.device)
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, qkv.device)
+    if (q_norm_weight is None) != (k_norm_weight is None):
+        raise ValueError("q_norm_weight and k_norm_weight go together; one of them is None")
+    if q_norm_weight is not None and k_norm_weight is not None:
+        check_tensor("q_norm_weight", q_norm_weight, (head_dim,), qkv.dtype, qkv.device)
+        check_tensor("k_norm_weight", k_norm_weight, (head_dim,), qkv.dtype, qkv.device)
 
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
@@ -256,6 +286,9 @@ def rotary_and_store(
         cos_sin_cache,
         *caches,
         slot_mapping,
+        q_norm_weight,
+        k_norm_weight,
+        eps,
         qkv.stride(0),
         cos_sin_cache.stride(0),
         key_cache.stride(0),
@@ -268,6 +301,7 @@ def rotary_and_store(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        QK_NORM=q_norm_weight is not None,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
         num_warps=4,

@@ -1,4 +1,4 @@
-"""Rotary position embedding and the cache's update in one, in plain torch."""
+"""Norms of queries and keys, rotary position embedding and the cache's update in one, in plain torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference.kv_quantization import rotate
+from kernels.reference.rms_norm import rms_norm
 from kernels.reference.rotary_embedding import rotary_embedding
 from kernels.reference.store_kv_cache import store_quantized
 
@@ -20,10 +21,14 @@ def rotary_and_store(
     num_heads: int,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """Rotate each token's queries and keys, store its keys and values at its slot, return the queries.
 
-    `query, key = rotary_embedding(q, k, positions, cos_sin_cache)`, then `key_cache[slot // block_size, slot % block_size]
+    With norm weights each head of q and of k is first normalised by itself, `q = rms_norm(q, q_norm_weight, eps)`. Then
+    `query, key = rotary_embedding(q, k, positions, cos_sin_cache)`, and `key_cache[slot // block_size, slot % block_size]
     = key[t]` with `slot = slot_mapping[t]`; values likewise, as they are. With scales, what is stored is quantized, see
     `kv_quantization`, and where it is uint8 queries and keys are multiplied by the Hadamard matrix first.
 
@@ -39,6 +44,9 @@ def rotary_and_store(
         num_heads: of q
         key_scales: float16 [num_blocks, block_size, num_kv_heads, 1], for uint8 [..., 2]; mutated
         value_scales: as key_scales; mutated
+        q_norm_weight: qkv.dtype [head_dim]; None: neither queries nor keys are normalised
+        k_norm_weight: as q_norm_weight
+        eps: added to the mean square of a head
     Returns:
         The rotated query, qkv.dtype [num_tokens, num_heads, head_dim], contiguous.
     """
@@ -46,6 +54,9 @@ def rotary_and_store(
     head_dim = 2 * width if key_cache.dtype == torch.uint8 else width
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if q_norm_weight is not None and k_norm_weight is not None:
+        query = rms_norm(query.reshape(-1, head_dim), q_norm_weight, eps).view_as(query)
+        key = rms_norm(key.reshape(-1, head_dim), k_norm_weight, eps).view_as(key)
     query, key = rotary_embedding(query, key, positions, cos_sin_cache)
     if key_scales is None or value_scales is None:
         # Not by one index over a flat view, which a cache of other strides does not have.

@@ -121,7 +121,7 @@ def test_default_rope_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, ["Qwen3ForCausalLM", "supported: LlamaForCausalLM"]),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, ["Qwen3MoeForCausalLM", "supported: LlamaForCausalLM"]),
         ({"architectures": ...}, ["names no architecture", "supported: LlamaForCausalLM"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["'yarn'", "supported: default, llama3"]),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ["'linear'", "supported: default, llama3"]),

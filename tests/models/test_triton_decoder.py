@@ -41,6 +41,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 60
 CONFIG = replace(DUMMY_SHAPES["tiny"], vocab_size=128, num_layers=2, intermediate_size=40, max_position_embeddings=64)
 BIASED = replace(CONFIG, attention_bias=True, mlp_bias=True)
+NORMED = replace(BIASED, qk_norm=True)
 MANY, ONE = Tiles(16, 64, 64, 4, 2), Tiles(1, 64, 64, 4, 2)
 
 Choice = Callable[[Shape, int], Tiles | None]
@@ -191,8 +192,8 @@ def assert_same_run(
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [*((name, BIASED) for name in CHOICES), *((name, CONFIG) for name in ("tiles", "library"))],
-    ids=lambda value: value if isinstance(value, str) else "biased" if value.mlp_bias else "plain",
+    [*((name, BIASED) for name in CHOICES), *((name, c) for c in (CONFIG, NORMED) for name in ("tiles", "library"))],
+    ids=lambda value: {BIASED: "biased", CONFIG: "plain", NORMED: "normed"}.get(value, value),
 )
 def test_every_step_equals_the_decoders_own(name: str, config: DecoderConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(config)
@@ -245,13 +246,15 @@ def quantized(
 
 
 @pytest.mark.parametrize(
-    ("bits", "zero_point", "layers"), [(4, "float", [0, 1]), (8, "none", [1]), (4, "integer", [0])], ids=str
+    ("bits", "zero_point", "layers", "qk_norm"),
+    [(4, "float", [0, 1], False), (8, "none", [1], False), (4, "integer", [0], False), (4, "float", [1], True)],
+    ids=str,
 )
 def test_every_step_with_layers_of_codes(
-    bits: int, zero_point: ZeroPoint, layers: list[int], monkeypatch: pytest.MonkeyPatch
+    bits: int, zero_point: ZeroPoint, layers: list[int], qk_norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where only some layers are quantized, the others go their own way."""
-    model, reference = quantized(BIASED, bits, zero_point, layers)
+    model, reference = quantized(NORMED if qk_norm else BIASED, bits, zero_point, layers)
     decoder = make_triton_decoder(model, by_tiles, monkeypatch)
     assert_same_run(
         Run(model, decoder, TritonAttention(), 2),
@@ -271,9 +274,9 @@ def for_kernels(packed: PackedWeight) -> PackedWeight:
     return kernel(*(getattr(packed, field.name) for field in fields(packed)))  # type: ignore[arg-type]
 
 
-def stored_by(method: Method, layers: Sequence[int]) -> tuple[Decoder, Decoder]:
+def stored_by(method: Method, layers: Sequence[int], config: DecoderConfig = BIASED) -> tuple[Decoder, Decoder]:
     """As `quantized`, by a method that has a kernel of its own."""
-    models = make_model(BIASED), make_model(BIASED)
+    models = make_model(config), make_model(config)
     for model in models:
         for name in [f"layers.{layer}.{part}" for layer in layers for part in PARTS]:
             linear = model.get_submodule(name)
@@ -311,8 +314,9 @@ def test_states_behind_layers_of_8_bits_change_nothing(monkeypatch: pytest.Monke
         assert not torch.equal(states[:, 0], states[:, 1])
 
 
-def test_every_step_with_a_layer_of_normal_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, reference = stored_by(NF4(CHANNEL), [1])
+@pytest.mark.parametrize("config", [BIASED, NORMED], ids=["biased", "normed"])
+def test_every_step_with_a_layer_of_normal_floats(config: DecoderConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference = stored_by(NF4(CHANNEL), [1], config)
     decoder = make_triton_decoder(model, by_tiles, monkeypatch)
     assert_same_run(
         Run(model, decoder, TritonAttention(), 2),
@@ -322,14 +326,16 @@ def test_every_step_with_a_layer_of_normal_floats(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("method", "layers"), [(FP8("channel"), [0, 1]), (W8A8Int8(), [1])], ids=["fp8", "int8 in a layer"]
+    ("method", "layers", "config"),
+    [(FP8("channel"), [0, 1], BIASED), (W8A8Int8(), [1], BIASED), (W8A8Int8(), [1], NORMED)],
+    ids=["fp8", "int8 in a layer", "int8 in a layer, normed"],
 )
 def test_every_step_with_tokens_in_8_bits(
-    method: FP8 | W8A8Int8, layers: list[int], monkeypatch: pytest.MonkeyPatch
+    method: FP8 | W8A8Int8, layers: list[int], config: DecoderConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sum in another order may round to the next code, so steps of both are near: nearer than rounding moves either."""
-    model, reference = stored_by(method, layers)
-    decoder, whole = make_triton_decoder(model, by_tiles, monkeypatch), make_model(BIASED)
+    model, reference = stored_by(method, layers, config)
+    decoder, whole = make_triton_decoder(model, by_tiles, monkeypatch), make_model(config)
     ours = play_briefly(Run(model, decoder, TritonAttention(), 2))
     wanted = play_briefly(Run(reference, ReferenceDecoder(reference), ReferenceAttention(), 2))
     plain = play_briefly(Run(whole, ReferenceDecoder(whole), ReferenceAttention(), 2))
@@ -354,11 +360,21 @@ def test_a_head_of_codes_gives_logits_that_are_not_rounded(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_dtype"), [("tiles", "fp8_e4m3"), ("tiles", "int8"), ("tiles", "int4"), ("library", "int4")]
+    ("name", "kv_dtype", "config"),
+    [
+        ("tiles", "fp8_e4m3", BIASED),
+        ("tiles", "int8", BIASED),
+        ("tiles", "int4", BIASED),
+        ("library", "int4", BIASED),
+        ("tiles", "int4", NORMED),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "normed" if value.qk_norm else "biased",
 )
-def test_every_step_over_a_quantized_cache(name: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_over_a_quantized_cache(
+    name: str, kv_dtype: str, config: DecoderConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sum in another order may round to the next code, so steps of both are near, and a few codes are not the same."""
-    model = make_model(BIASED)
+    model = make_model(config)
     decoder, kv_format = make_triton_decoder(model, CHOICES[name], monkeypatch), KV_FORMATS[kv_dtype]
     ours = Run(model, decoder, TritonAttention(), 4, kv_format)
     reference = Run(model, ReferenceDecoder(model), ReferenceAttention(), 4, kv_format)
@@ -476,6 +492,29 @@ def test_the_path_that_was_chosen_is_taken(
     assert tuple(calls[op] for op in OPS + LIBRARY_OPS) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("tiles", (1, 0, 7, 2, 1, 2, 0)), ("library", (1, 0, 0, 0, 5, 2, 2)), ("all but qkv", (1, 0, 5, 2, 5, 2, 0))],
+)
+def test_heads_that_are_normalised_cost_a_launch_more(
+    name: str, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(NORMED)
+    calls = count_calls(monkeypatch)
+    run = Run(model, make_triton_decoder(model, CHOICES[name], monkeypatch), TritonAttention(), 2)
+    run.step({0: [1, 2], 1: [3, 4]})
+    assert tuple(calls[op] for op in OPS + LIBRARY_OPS) == expected
+
+
+@pytest.mark.parametrize("method", [FP8("channel"), W8A8Int8(), NF4(CHANNEL)], ids=str)
+def test_no_kernel_of_codes_takes_heads_that_are_normalised(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = stored_by(method, [0, 1], NORMED)
+    calls = count_calls(monkeypatch)
+    Run(model, make_triton_decoder(model, by_tiles, monkeypatch), TritonAttention(), 1).step({0: [1, 2]})
+    assert calls["rotary_and_store"] == 2
+    assert not calls.keys() & {"norm_qkv_rotary_store", "byte_qkv_rotary_store", "nf4_qkv_rotary_store"}
+
+
 @pytest.mark.parametrize("name", ["tiles", "library"])
 def test_logits_go_where_they_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(CONFIG)
@@ -493,9 +532,10 @@ def batch_invariant(model: Decoder, num_reqs: int) -> Run:
     return Run(model, TritonDecoder(model, batch_invariant=True), TritonAttention(batch_invariant=True), num_reqs)
 
 
-def test_batch_invariant_logits_are_the_same_bits_however_they_are_batched() -> None:
+@pytest.mark.parametrize("config", [BIASED, NORMED], ids=["biased", "normed"])
+def test_batch_invariant_logits_are_the_same_bits_however_they_are_batched(config: DecoderConfig) -> None:
     """A prompt and its continuation: alone and at once, in pieces, token by token, and beside others."""
-    model = make_model(BIASED)
+    model = make_model(config)
     prompt, others = random_ids(11, seed=4), random_ids(9, seed=5)
     whole = batch_invariant(model, 1).step({0: prompt})
     reference = Run(model, ReferenceDecoder(model), ReferenceAttention(), 1).step({0: prompt})

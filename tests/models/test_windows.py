@@ -20,6 +20,7 @@ from tests.models.test_model_config import LLAMA
 
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_hidden_layers": 4}
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 4}
+QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 CPU = torch.device("cpu")
 MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 
@@ -70,6 +71,13 @@ def windows_of_transformers(folder: Path) -> tuple[int | None, ...]:
         pytest.param(
             QWEN2 | {"sliding_window": 24, "layer_types": ["full_attention"] * 4}, id="qwen2, by layer, all full"
         ),
+        pytest.param(QWEN3 | {"sliding_window": 24}, id="qwen3, switched off"),
+        pytest.param(
+            QWEN3 | {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 3}, id="qwen3, from layer 3"
+        ),
+        pytest.param(
+            QWEN3 | {"sliding_window": 24, "use_sliding_window": True, "layer_types": MIXED}, id="qwen3, by layer"
+        ),
     ],
 )
 def test_windows_are_those_of_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -86,6 +94,7 @@ def test_windows_are_those_of_transformers(tmp_path: Path, config: dict[str, Any
         ("Mistral", {"sliding_window": 20}),
         ("Qwen2", {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 1}),
         ("Qwen2", {"tie_word_embeddings": True}),
+        ("Qwen3", {"head_dim": 12, "sliding_window": 20, "use_sliding_window": True, "max_window_layers": 1}),
     ],
 )
 def test_logits_equal_transformers(tmp_path: Path, architecture: str, changes: dict[str, Any]) -> None:
@@ -104,21 +113,24 @@ def test_logits_equal_transformers(tmp_path: Path, architecture: str, changes: d
         assert (paged_logits(loaded.model, token_ids, block_size=4) - expected).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("config", [MISTRAL, QWEN2])
+@pytest.mark.parametrize("config", [MISTRAL, QWEN2, QWEN3])
 def test_what_a_config_leaves_out_is_as_in_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
-    absent = dict.fromkeys(("rms_norm_eps", "rope_theta", "max_position_embeddings", "num_key_value_heads"), ...)
+    left_out = ("rms_norm_eps", "rope_theta", "max_position_embeddings", "num_key_value_heads", "attention_bias")
+    absent: dict[str, Any] = dict.fromkeys((*left_out, "head_dim"), ...)
     heads = {"num_attention_heads": 64, "hidden_size": 512}
     folder = write(tmp_path, config | absent | heads)
     ours, theirs = load_decoder_config(folder), AutoConfig.from_pretrained(folder)
     assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 512 // 64)
+    assert ours.attention_bias == getattr(theirs, "attention_bias", False)
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     write(tmp_path, config | absent | heads | {"num_key_value_heads": None})
     assert load_decoder_config(folder).num_kv_heads == 64
-    if config is QWEN2:  # of the other one transformers refuses it
+    if config is not MISTRAL:  # of which transformers refuses it
         assert AutoConfig.from_pretrained(folder).num_key_value_heads == 64
 
 
@@ -137,7 +149,12 @@ def test_what_a_config_leaves_out_is_as_in_transformers(tmp_path: Path, config: 
             QWEN2 | {"use_sliding_window": True, "max_window_layers": -1},
             "max_window_layers -1 is not an integer from 0",
         ),
-        (QWEN2 | {"architectures": ["Qwen3ForCausalLM"]}, "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2"),
+        (QWEN3 | {"layer_types": MIXED}, "layer_types names sliding_attention, but sliding_window is null or use_"),
+        (
+            QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"]},
+            "'Qwen3MoeForCausalLM' is not supported; supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, "
+            "Qwen3ForCausalLM",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:

@@ -43,6 +43,7 @@ def problem(seed: int) -> tuple[Tensor, Tensor]:
         ("Llama", {}, MODULES),
         ("Llama", {"attention_bias": True, "mlp_bias": True}, MODULES),
         *(("Qwen2", {}, (module,)) for module in MODULES),
+        ("Qwen3", {"head_dim": 16}, MODULES),
     ],
 )
 def test_a_scaled_model_computes_the_same(
