@@ -69,6 +69,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture
+def objects_unfreeze(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As outside of tests, where a closed engine's objects are collected even if they refer to each other."""
+    monkeypatch.setattr(gc, "unfreeze", _unfreeze)
+
+
 @pytest.fixture(autouse=True)
 def isolated_database(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each test has a database of its own."""

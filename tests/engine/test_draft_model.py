@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from backend.core.kv_groups import KVGroupSpec
 from backend.engine.engine_host import EngineHost
 from backend.errors import ConfigError
+from backend.spec_decode.draft_model import DraftModelProposer
+from backend.spec_decode.proposer import DraftOutput, DraftRequest
 from tests.engine.driving import Answer, answers, config_of, tokens
 from tests.engine.test_equivalence import prompts_of
 from tests.engine.test_samples import samples
@@ -20,6 +23,7 @@ from tests.helpers import dense_greedy, load_oracle, make_tiny_llama, make_tiny_
 
 PROMPTS = prompts_of([1, 2, 15, 16, 17, 40, 100])
 GREEDY: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+NUM_TOKEN_IDS = 259  # of the tokenizer: bytes, and three that are added
 
 
 @pytest.fixture(autouse=True)
@@ -197,8 +201,40 @@ def test_sd_7_padded_vocabularies_go_together(
     assert any(token_id >= 400 for output in expected.values() for token_id in output)
     collected = answers(host, PROMPTS, **GREEDY)
     assert {key: answer.token_ids for key, answer in collected.items()} == expected
-    sampled = tokens(host, PROMPTS, max_tokens=12, temperature=1.5, ignore_eos=True)
-    assert all(token_id < 512 for output in sampled.values() for token_id in output)
+
+
+@pytest.mark.parametrize("vocab_size", [400, 528])
+def test_sd_7_no_padding_is_ever_a_token(
+    host: EngineHost, tmp_path: Path, tiny_llama: Path, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a target that never gives what is no token, as a trained one, beside a draft that does so often."""
+    target = shutil.copytree(tiny_llama, tmp_path / "target")
+    weights = load_file(target / "model.safetensors")
+    weights["lm_head.weight"][NUM_TOKEN_IDS:] = (
+        0  # below the best twenty of the tokens, whose logits have a spread of 3
+    )
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    draft = make_tiny_llama(tmp_path / "draft", vocab_size=vocab_size, seed=1)
+    drafted: list[int] = []
+    propose = DraftModelProposer.propose
+
+    def noted(proposer: DraftModelProposer, requests: Sequence[DraftRequest]) -> DraftOutput:
+        output = propose(proposer, requests)
+        rows = zip(output.token_ids.tolist(), output.num_tokens, strict=True)
+        drafted.extend(token_id for row, count in rows for token_id in row[:count])
+        return output
+
+    monkeypatch.setattr(DraftModelProposer, "propose", noted)
+    host.load(drafting(target, draft))
+    oracle = load_oracle(target)
+    for sampling in ({}, {"temperature": 1.5, "top_k": 20, "seed": 2}):
+        drafted.clear()
+        given = tokens(host, PROMPTS, **GREEDY, **sampling)
+        if not sampling:
+            assert given == {key: dense_greedy(oracle, prompt, 24) for key, prompt in PROMPTS.items()}
+        assert sum(token_id >= NUM_TOKEN_IDS for token_id in drafted) > len(drafted) / 5
+        assert max(drafted) < 512
+        assert all(len(output) == 24 and max(output) < NUM_TOKEN_IDS for output in given.values())
 
 
 def test_sd_7_another_vocabulary_is_refused_by_its_first_difference(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from backend.engine.engine_host import EngineHost
 from backend.errors import CapacityError
 from backend.models.sources import ModelSource
 from tests.engine.driving import answers, config_of, submit, tokens
+from tests.engine.test_prefix_cache import prompts_with_common_beginnings
 from tests.helpers import assert_greedy, dense_greedy, load_oracle
 
 pytestmark = pytest.mark.gpu
@@ -101,6 +103,42 @@ def test_batch_invariant_tokens_are_equal_bit_for_bit(
         assert tokens(gpu_host, prompts(), **options) == alone, overrides
 
 
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prefix_caching_on_equals_off(gpu_host: EngineHost, tiny_llama: Path, dtype: str, eager: bool) -> None:
+    """Cold and out of the cache, then a second turn over each answer; in float32 the tokens are those of the dense model.
+
+    In bfloat16 they are equal bit for bit where reductions do not depend on what a step computes.
+    """
+    settings = {
+        "model__device": "cuda",
+        "model__dtype": dtype,
+        "kernels__batch_invariant": dtype == "bfloat16",
+        "kernels__enforce_eager": eager,
+    }
+    greedy = {"max_tokens": 12, "ignore_eos": True}
+    prompts = prompts_with_common_beginnings()
+    gpu_host.load(config_of(tiny_llama, cache__enable_prefix_caching=False, **settings))
+    expected = tokens(gpu_host, prompts, **greedy)
+    turns = {key: [*prompt, *expected[key], 7, 8, 9] for key, prompt in prompts.items()}
+    expected_turns = tokens(gpu_host, turns, **greedy)
+    assert gpu_host.num_cached_tokens() == 0
+    if dtype == "float32":
+        oracle = load_oracle(tiny_llama)
+        for asked, given in ((prompts, expected), (turns, expected_turns)):
+            assert given == {key: dense_greedy(oracle, prompt, 12) for key, prompt in asked.items()}
+    gpu_host.load(config_of(tiny_llama, **settings))
+    for turn in ("cold", "cached"):
+        collected = answers(gpu_host, prompts, **greedy)
+        assert {key: answer.token_ids for key, answer in collected.items()} == expected, turn
+    # Full blocks of all but the last token.
+    found = {key: answer.last.num_cached_tokens for key, answer in collected.items()}
+    assert found == {key: (len(prompt) - 1) // 16 * 16 for key, prompt in prompts.items()}
+    collected = answers(gpu_host, turns, **greedy)
+    assert {key: answer.token_ids for key, answer in collected.items()} == expected_turns
+    assert all(answer.last.num_cached_tokens for answer in collected.values())
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_traffic_gives_the_same_tokens_on_every_path(gpu_host: EngineHost, tiny_llama: Path, seed: int) -> None:
     """Arrivals at all times, other lengths and draws for each: graphs and steps ahead against neither."""
@@ -154,16 +192,38 @@ def test_the_pool_keeps_to_its_share_of_the_card(gpu_host: EngineHost) -> None:
     assert 0.5 * total < total - free <= 0.62 * total
 
 
+@pytest.mark.alone
+@pytest.mark.usefixtures("objects_unfreeze")
 def test_loads_in_a_row_leak_nothing(gpu_host: EngineHost) -> None:
-    allocated = []
+    """By PyTorch's own account while an engine is loaded, and by the card's once it is closed, which counts graphs as well.
+
+    What the first load of a block size compiles and the libraries set up for it stays; what each further one leaves is a leak.
+    """
+
+    def used_bytes() -> int:
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    allocated, loaded, left = [], [], []
     for block_size in (16, 32, 16, 32):
         gpu_host.load(
             config_of("dummy:llama-3.1-8b", model__device="cuda", cache__block_size=block_size, cache__num_blocks=256)
         )
         tokens(gpu_host, {"a": [1, 2, 3]}, max_tokens=4)
         allocated.append(torch.cuda.memory_allocated())
+        loaded.append(used_bytes())
+        weights_bytes = gpu_host.memory().weights_bytes
+        gpu_host.unload()
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        left.append(used_bytes())
+        assert loaded[-1] - left[-1] > weights_bytes, "the card does not tell what is given back"
     assert allocated[2] == pytest.approx(allocated[0], rel=0.01)
     assert allocated[3] == pytest.approx(allocated[1], rel=0.01)
+    allowed = 0.01 * min(loaded[2] - left[1], loaded[3] - left[2])
+    assert left[2] - left[1] <= allowed, (allocated, loaded, left)
+    assert left[3] - left[1] <= allowed, (allocated, loaded, left)
 
 
 def test_what_does_not_fit_is_refused_and_the_memory_comes_back(gpu_host: EngineHost) -> None:

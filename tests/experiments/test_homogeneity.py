@@ -1,81 +1,15 @@
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from torch import Tensor
 
-import backend.sample.rejection_sampler as sampler_module
 from backend.errors import ConfigError
-from backend.experiments.certificate_config import DEFAULT_NUM_SAMPLES
 from backend.experiments.homogeneity import Homogeneity, chi2_tail, compare_samples, pool_cells
-from backend.sample.speculative_sampling import SpeculativeSampling
-from backend.sampling_params import SamplingParams
-from tests.sample.speculative_chain import Chain
-
-VOCAB_SIZE, NUM_TRIALS = 8, 100
-TRIPLES = list(itertools.product(range(VOCAB_SIZE), repeat=3))
-
-# The test of the certificate, at its sample size
-
-
-@pytest.fixture(scope="module")
-def chain() -> Chain:
-    """A draft that is accepted about two times out of three, both filtered as the certificate does by default."""
-    row = SamplingParams(temperature=1.0, top_k=5, top_p=0.95)
-    chain = Chain.make(VOCAB_SIZE, row, likeness=0.7, spread=1.0, k=2)
-    target, draft = chain.target_probs(), replace(chain, target=chain.draft).target_probs()
-    assert 0.6 < float(torch.minimum(target, draft).sum(dim=-1).mean()) < 0.7
-    return chain
-
-
-@pytest.fixture(scope="module")
-def plain(chain: Chain) -> list[tuple[int, ...]]:
-    return triples(chain.plain(DEFAULT_NUM_SAMPLES * NUM_TRIALS, seed=1))
-
-
-def triples(tokens: Tensor) -> list[tuple[int, ...]]:
-    places = tokens @ torch.tensor([VOCAB_SIZE**2, VOCAB_SIZE, 1])
-    return [TRIPLES[place] for place in places.tolist()]
-
-
-def num_rejected(plain: list[tuple[int, ...]], tokens: Tensor) -> int:
-    """Of 100 trials with samples of their own."""
-    speculative, size = triples(tokens), DEFAULT_NUM_SAMPLES
-    trials = (slice(start, start + size) for start in range(0, len(plain), size))
-    return sum(bool(compare_samples([(plain[trial], speculative[trial])]).rejections) for trial in trials)
-
-
-def test_the_sampler_passes(chain: Chain, plain: list[tuple[int, ...]]) -> None:
-    assert num_rejected(plain, chain.speculative(len(plain), seed=2)) <= 1
-
-
-def test_a_sampler_that_always_accepts_is_rejected(chain: Chain, plain: list[tuple[int, ...]]) -> None:
-    def accept_all(sampling: SpeculativeSampling) -> SpeculativeSampling:
-        return replace(sampling, accept_draws=torch.full_like(sampling.accept_draws, -1.0))
-
-    assert num_rejected(plain, chain.speculative(len(plain), seed=3, mutation=accept_all)) >= 99
-
-
-def test_recovering_from_the_target_instead_of_the_residual_is_rejected(
-    chain: Chain, plain: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sampler_module, "residual", lambda target, draft: target)
-    assert num_rejected(plain, chain.speculative(len(plain), seed=4)) >= 99
-
-
-def test_a_draft_probability_from_before_the_filters_is_rejected(chain: Chain, plain: list[tuple[int, ...]]) -> None:
-    assert num_rejected(plain, chain.speculative(len(plain), seed=5, draft_probs_filtered=False)) >= 99
-
-
-# Its parts
 
 
 @given(chi2=st.floats(0, 3000), degrees=st.integers(1, 2000))
