@@ -172,7 +172,9 @@ def missed_speculation(result: Mapping[str, Any]) -> list[str]:
 def _min_speedup(result: Mapping[str, Any], method: str, requests: int) -> float | None:
     if result["options"]["copying"]:
         return (MIN_COPYING if result["card"] else MIN_COPYING_CPU) if (method, requests) == ("ngram", 1) else None
-    return MIN_SPEEDUPS.get((method, requests)) if result["card"] else None
+    # They are of greedy answers; older results say nothing of a temperature.
+    is_greedy = not result["options"].get("temperature")
+    return MIN_SPEEDUPS.get((method, requests)) if result["card"] and is_greedy else None
 
 
 def _missed_costs(row: Mapping[str, Any], name: str) -> list[str]:

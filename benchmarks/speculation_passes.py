@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from backend.errors import EngineError
 from backend.metrics.stats import RequestStats
-from backend.sampling_params import SamplingParams
 from backend.workload.datasets import WorkloadRequest
 from benchmarks.model_figures import WARM_UP_SHARE, mix_rate
 from benchmarks.passes import BenchmarkEngine
@@ -30,12 +29,16 @@ def request_rate(requests: Sequence[RequestStats]) -> float | None:
     return sum(request.num_output_tokens - 1 for request in several) / seconds if seconds > 0 else None
 
 
+def _num_warm_up_tokens(request: WorkloadRequest) -> int:
+    return max(2, request.sampling.max_tokens // WARM_UP_SHARE)
+
+
 def measure_passes(
     engine: BenchmarkEngine, requests: Sequence[WorkloadRequest], concurrency: int, repeats: int
 ) -> Passes:
     """Recorded passes after a short one that warms up. Raises `ServeLabError`."""
     short = [
-        replace(each, sampling=SamplingParams(max_tokens=max(2, each.sampling.max_tokens // WARM_UP_SHARE)))
+        replace(each, sampling=each.sampling.model_copy(update={"max_tokens": _num_warm_up_tokens(each)}))
         for each in requests
     ]
     engine.finish(short, recorded=True, concurrency=concurrency)

@@ -74,7 +74,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = load_tokenizer(ensure_model(options.model, lambda *progress: None))
     prompts = [tokenizer.encode_chat([{"role": "user", "content": each.text}]) for each in questions]
     requests = [
-        WorkloadRequest(index, Prompt(token_ids=tuple(ids)), SamplingParams(max_tokens=options.output_len), None)
+        WorkloadRequest(
+            index,
+            Prompt(token_ids=tuple(ids)),
+            SamplingParams(max_tokens=options.output_len, temperature=options.temperature, seed=index),
+            None,
+        )
         for index, ids in enumerate(prompts)
     ]
     limits = measure_limits(device)
@@ -107,7 +112,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "num_questions": len(questions),
         "options": {
             name: getattr(options, name)
-            for name in ("set", "copying", "limit", "output_len", "num_speculative_tokens", "repeats", "seconds")
+            for name in (
+                "set",
+                "copying",
+                "limit",
+                "output_len",
+                "temperature",
+                "num_speculative_tokens",
+                "repeats",
+                "seconds",
+            )
         },
         "results": rows,
     }
@@ -261,6 +275,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=numbers, default=[1, 16], help="at a time")
     parser.add_argument("--limit", type=int, default=8, help="questions of each category")
     parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=150.0, help="nothing is begun after so many")
     parser.add_argument("--commit", help="to state where this is no checkout")

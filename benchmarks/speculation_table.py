@@ -56,6 +56,8 @@ def _markdown(result: Result) -> str:
 
 def _rows(result: Result) -> list[tuple[str, ...]]:
     settings = "".join(f", {setting}" for setting in result["options"].get("set", ()))
+    if temperature := result["options"].get("temperature"):
+        settings = f", sampled at temperature {temperature:g}{settings}"
     what = f"{result['model']}, {result['num_questions']} {result['questions']}{settings}: proposer"
     return [(what, *HEADER), *(_cells(row) for row in result["results"])]
 
