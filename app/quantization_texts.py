@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app import formatting
+
+if TYPE_CHECKING:
+    from backend.experiments.ranges import GroupRange, Range
+
+# Kinds of linear layer.
+KIND_TITLES = {
+    "qkv": "Queries, keys, values",
+    "output": "Attention output",
+    "gate_up": "Gate and up",
+    "down": "Down",
+}
 
 # Column -> heading, meaning.
 COLUMNS: dict[str, tuple[str, str]] = {
@@ -43,6 +54,12 @@ def value_text(name: str, row: Any) -> str:
     if value is None:
         return formatting.NONE
     return _TEXTS.get(name, lambda value, row: formatting.number(value))(value, row)
+
+
+def place_text(values: Range | GroupRange) -> str:
+    """Where the largest of some values is: "Down, input 312", "Keys, head 2, channel 17"."""
+    part = KIND_TITLES.get(values.part, values.part.capitalize())
+    return ", ".join([part, *(f"{axis} {index}" for axis, index in values.outlier.items())])
 
 
 def _delta_p(value: float, row: Any) -> str:

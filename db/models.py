@@ -205,7 +205,9 @@ class QuantizationResultRow(Base):
     row_id: Mapped[int] = mapped_column(_ROW_ID, primary_key=True)
     run_id: Mapped[int] = _run_key()
     variant: Mapped[str] = mapped_column(ForeignText)  # as the lab's config names it; "reference" is the model itself
-    part: Mapped[str | None] = mapped_column(ForeignText)  # of a sensitivity scan: what alone is quantized
+    part: Mapped[str | None] = mapped_column(
+        ForeignText
+    )  # what alone is quantized, or the values whose ranges these are
     settings: Mapped[dict[str, Any] | None] = mapped_column(Json)  # of an engine, defaults filled in
     checkpoint: Mapped[str | None] = mapped_column(ForeignText)  # folder that was made of the model
     problem: Mapped[str | None] = mapped_column(ForeignText)  # why there are no figures
@@ -229,5 +231,5 @@ class QuantizationResultRow(Base):
     prepare_s: Mapped[float | None] = mapped_column(FiniteFloat)
     measure_s: Mapped[float | None] = mapped_column(FiniteFloat)
     num_layers: Mapped[int | None]  # linear layers that are quantized
-    layers: Mapped[list[dict[str, Any]] | None] = mapped_column(Json)  # a `LayerError` each
+    layers: Mapped[list[dict[str, Any]] | None] = mapped_column(Json)  # a `LayerError` each, or a `Range`
     layers_problem: Mapped[str | None] = mapped_column(ForeignText)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import streamlit as st
 
 from app import resources
-from app.components import quantization_form, quantization_layers, quantization_run, quantization_take_away
+from app.components import (
+    quantization_form,
+    quantization_layers,
+    quantization_ranges,
+    quantization_run,
+    quantization_sensitivity,
+    quantization_take_away,
+)
+from app.components.quantization_scans import RANGES, SENSITIVITY, VIEW
 
 services = resources.get_services()
 
@@ -25,7 +33,7 @@ else:
     results = quantization_run.show(services, run, beside)
     if results:
         views = st.tabs(
-            ["Layers", "Weights", "Sensitivity", "Take it away"], key="view", on_change="rerun", bind="query-params"
+            ["Layers", "Weights", SENSITIVITY, RANGES, "Take it away"], key=VIEW, on_change="rerun", bind="query-params"
         )
         if views[0].open:
             with views[0]:
@@ -35,8 +43,11 @@ else:
                 quantization_layers.weights(run, results)
         if views[2].open:
             with views[2]:
-                quantization_layers.sensitivity(services, run, results)
+                quantization_sensitivity.show(services, run, results)
         if views[3].open:
             with views[3]:
+                quantization_ranges.show(services, run, results)
+        if views[4].open:
+            with views[4]:
                 quantization_take_away.show(services, run, results)
 quantization_take_away.explanation()

@@ -10,7 +10,7 @@ import altair as alt
 import pandas as pd
 
 from app.components import palette
-from app.quantization_texts import COLUMNS
+from app.quantization_texts import COLUMNS, KIND_TITLES
 from backend.experiments.quantization_config import REFERENCE, variant_name
 from backend.experiments.quantization_results import frontier
 
@@ -24,12 +24,6 @@ _HEAT_FRAME = 125  # px of a heat map that its title, axis and legend take
 _PARETO_HEIGHT = 400
 _LABEL_STEP = 0.048  # of the height, between two names
 _MANY_LEVELS = 40  # from here on lines would cover the bars
-KIND_TITLES = {
-    "qkv": "Queries, keys, values",
-    "output": "Attention output",
-    "gate_up": "Gate and up",
-    "down": "Down",
-}
 
 
 def pareto(rows: Sequence[Row], cost: str, loss: str) -> alt.LayerChart:
@@ -71,7 +65,7 @@ def pareto(rows: Sequence[Row], cost: str, loss: str) -> alt.LayerChart:
         "y:Q",
         title=COLUMNS[loss][0] + (" (log)" if on_log else ""),
         scale=alt.Scale(type="log" if on_log else "linear", domain=list(domain), nice=False),
-        axis=alt.Axis(format="~g", values=_log_ticks(domain)) if on_log else alt.Axis(tickCount=5, format="~g"),
+        axis=alt.Axis(format="~g", values=log_ticks(domain)) if on_log else alt.Axis(tickCount=5, format="~g"),
     )
     base = alt.Chart(data)
     tooltip = [
@@ -96,7 +90,7 @@ def pareto(rows: Sequence[Row], cost: str, loss: str) -> alt.LayerChart:
     for side, place in (("right", {"align": "left", "dx": 8}), ("left", {"align": "right", "dx": -8})):
         names = base.transform_filter(f"datum.side == '{side}'").mark_text(**style, **place)
         layers.append(names.encode(x=x, y=alt.Y("label_y:Q"), text="name:N"))
-    return _titled(
+    return titled(
         alt.LayerChart(layer=layers),
         "What it takes, and what it loses",
         "Dashed: no variant beats these in both",
@@ -125,10 +119,10 @@ def _label_places(ys: Sequence[float], sides: Sequence[str], domain: tuple[float
     return places
 
 
-def _log_ticks(domain: tuple[float, float]) -> list[float]:
-    """1, 2 and 5 times the powers of ten within."""
+def log_ticks(domain: tuple[float, float], digits: Sequence[int] = (1, 2, 5)) -> list[float]:
+    """The digits times the powers of ten within."""
     powers = range(math.floor(math.log10(domain[0])), math.ceil(math.log10(domain[1])) + 1)
-    ticks = (digit * 10.0**power for power in powers for digit in (1, 2, 5))
+    ticks = (digit * 10.0**power for power in powers for digit in digits)
     return [tick for tick in ticks if domain[0] <= tick <= domain[1]]
 
 
@@ -223,40 +217,15 @@ def histogram(
         grid = marks.mark_tick(color=palette.DECODE, thickness=1, size=14).encode(
             x=place, y=alt.value("height"), tooltip=[alt.Tooltip("level:Q", title="value of the grid", format=",.4~g")]
         )
-    return _titled(
+    return titled(
         alt.LayerChart(layer=[weights, grid.properties(name="grid")]),
         title,
         f"Orange: the {len(levels)} values of the grid",
     )
 
 
-def sensitivity(rows: Sequence[Row]) -> alt.LayerChart:
-    """What each kind of layer costs alone, and all of them together."""
-    data = pd.DataFrame(
-        [(KIND_TITLES.get(row["part"], "All of them"), row["kl_mean"], row["num_layers"]) for row in rows],
-        columns=["part", "kl", "layers"],
-    )
-    base = alt.Chart(data).encode(
-        y=alt.Y("part:N", title=None, sort=list(data["part"]), axis=alt.Axis(labelLimit=180, ticks=False)),
-        x=alt.X(
-            "kl:Q", title="KL, nats", scale=alt.Scale(zero=True, nice=True), axis=alt.Axis(format="~g", tickCount=5)
-        ),
-    )
-    bars = base.mark_bar().encode(
-        color=alt.condition("datum.part == 'All of them'", alt.value(palette.BASELINE), alt.value(_POINT)),
-        tooltip=[
-            alt.Tooltip("part:N", title="Quantized alone"),
-            alt.Tooltip("kl:Q", title="KL, nats", format=",.4~g"),
-            alt.Tooltip("layers:Q", title="Layers"),
-        ],
-    )
-    values = base.mark_text(align="left", dx=4, color=palette.BASELINE).encode(text=alt.Text("kl:Q", format=",.3~g"))
-    return _titled(
-        alt.LayerChart(layer=[bars, values]), "One kind of layer quantized, the others as they are", height=200
-    )
-
-
-def _titled(chart: alt.LayerChart, title: str, subtitle: str | None = None, height: int = 250) -> alt.LayerChart:
+def titled(chart: alt.LayerChart, title: str, subtitle: str | None = None, height: int = 250) -> alt.LayerChart:
+    """A chart of this height with its title, as all of the quantization lab have it."""
     heading = alt.Title(
         title,
         subtitle=subtitle or alt.Undefined,

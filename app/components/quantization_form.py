@@ -13,6 +13,7 @@ from backend.config import DEFAULT_MODEL
 from backend.errors import ServeLabError
 from backend.experiments.quantization_checkpoints import fitting_checkpoints
 from backend.experiments.quantization_config import DEFAULT_VARIANTS, QuantizationLabConfig, variant_name
+from backend.experiments.quantization_results import wholes
 from backend.models.sources import list_models
 
 RUN = "quantization-run"  # the run that the page shows, in the session
@@ -112,10 +113,9 @@ def start(services: Services) -> None:
         state[_ERROR] = str(error)
 
 
-def start_scan(services: Services, config: dict[str, Any], variant: str) -> None:
-    """Queue the sensitivity scan of one variant of a run with this config; a callback."""
+def start_scan(services: Services, config: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Queue a run that looks into a variant of the one with this config; a callback."""
     try:
-        changes = {"experiment": "sensitivity", "variants": [variant]}
         start_quantization_run(services, QuantizationLabConfig.from_dict(config | changes))
     except ServeLabError as error:
         st.session_state[_ERROR] = str(error)
@@ -161,6 +161,6 @@ def _under_way(services: Services, snapshot: Any) -> None:
     run = services.repository.get(snapshot.run_id)
     if run is not None and run.kind == "serve":
         links.detail_link(snapshot.run_id, "A workload runs; the lab waits until the device is free.")
-    elif results := services.repository.quantization_results(snapshot.run_id):
+    elif wholes(results := services.repository.quantization_results(snapshot.run_id)):
         quantization_matrix.show(results)
     live_panel.queue(services)

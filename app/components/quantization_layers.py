@@ -1,4 +1,4 @@
-"""Below the matrix: layers' errors and outliers, a layer's weights on a method's grid, and which kind of layer costs most."""
+"""Below the matrix: layers' errors and outliers, and a layer's weights on a method's grid."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pandas as pd
 import streamlit as st
 
 from app import formatting
-from app.components import activity, notes, quantization_charts
-from app.components.quantization_form import start_scan
-from app.services import Services
+from app.components import notes, quantization_charts
+from app.quantization_texts import KIND_TITLES
 from backend.errors import ServeLabError
 from backend.experiments.layer_error import KINDS
 from backend.experiments.quantization_config import CALIBRATED, REFERENCE, parse_variant, variant_name
@@ -20,8 +19,7 @@ from backend.experiments.weight_histogram import weight_histogram
 from backend.models.sources import resolve_source
 from db.run_rows import Run
 
-_VARIANT, _LAYER, _KIND, _SCANNED = (f"quantization-weights-{name}" for name in ("variant", "layer", "kind", "scan"))
-_MAX_SEARCHED = 200
+_VARIANT, _LAYER, _KIND = (f"quantization-weights-{name}" for name in ("variant", "layer", "kind"))
 
 
 def errors(results: Sequence[Any]) -> None:
@@ -52,7 +50,7 @@ def errors(results: Sequence[Any]) -> None:
             [
                 {
                     "Layer": outlier.layer,
-                    "Kind": quantization_charts.KIND_TITLES[outlier.kind],
+                    "Kind": KIND_TITLES[outlier.kind],
                     "Channel": outlier.channel,
                     "Times the median": float(f"{outlier.ratio:.3g}"),
                 }
@@ -77,9 +75,7 @@ def weights(run: Run, results: Sequence[Any]) -> None:
     with st.grid(3, min_column_width=180):
         variant = st.selectbox("Variant", list(rows), format_func=variant_name, key=_VARIANT) or next(iter(rows))
         layer = st.number_input("Layer", value=None, step=1, key=_LAYER, help="From 0 on.")
-        kind = st.selectbox(
-            "Kind", list(KINDS), format_func=lambda name: quantization_charts.KIND_TITLES[name], key=_KIND
-        )
+        kind = st.selectbox("Kind", list(KINDS), format_func=lambda name: KIND_TITLES[name], key=_KIND)
     try:
         parsed = parse_variant(variant)
         found = weight_histogram(resolve_source(run.model), parsed.quantization, int(layer or 0), kind)
@@ -91,7 +87,7 @@ def weights(run: Run, results: Sequence[Any]) -> None:
             found.edges,
             found.counts,
             found.levels,
-            title=f"Layer {int(layer or 0)}, {quantization_charts.KIND_TITLES[kind].lower()}: {variant_name(variant)}",
+            title=f"Layer {int(layer or 0)}, {KIND_TITLES[kind].lower()}: {variant_name(variant)}",
             x_title=f"weight, {found.unit}",
         ),
         key="quantization-histogram",
@@ -108,40 +104,6 @@ def weights(run: Run, results: Sequence[Any]) -> None:
     st.caption(notes.plain(text))
 
 
-def sensitivity(services: Services, run: Run, results: Sequence[Any]) -> None:
-    """What each kind of layer costs alone, from the newest scan of the variant; or the button that scans."""
-    losses = {row["variant"]: row["kl_mean"] or 0.0 for row in wholes(results) if row["layers"]}
-    variants = list(losses)
-    if not variants:
-        st.info("No variant of this run has layers that can be exchanged one by one.", icon=":material/tune:")
-        return
-    scans = _scans(services, run)
-    if st.session_state.get(_SCANNED) not in variants:
-        st.session_state[_SCANNED] = max(variants, key=lambda variant: (variant in scans, losses[variant]))
-    with st.container(horizontal=True, vertical_alignment="bottom"):
-        chosen = st.selectbox("Variant", variants, format_func=variant_name, key=_SCANNED, width=260)
-        variant = chosen or variants[0]
-        busy = activity.is_active(services.queue.live())
-        st.button(
-            "Add scan to queue" if busy else "Scan",
-            icon=":material/queue:" if busy else ":material/play_arrow:",
-            key="quantization-scan",
-            help="Six passes over the first window of the text: the reference, each kind of layer quantized alone, and all.",
-            on_click=start_scan,
-            args=(services, run.config, variant),
-        )
-    if variant not in scans:
-        st.info(
-            "Not scanned yet. **Scan** quantizes one kind of layer at a time and leaves the others as they are.",
-            icon=":material/tune:",
-        )
-        return
-    scan, rows = scans[variant]
-    st.altair_chart(quantization_charts.sensitivity(rows), key="quantization-sensitivity")
-    tokens = formatting.count(rows[0]["num_tokens"])
-    st.caption(notes.plain(f"Run {scan.title}, {tokens} tokens. {formatting.timestamp(scan.created_at)}."))
-
-
 def _has_grid(row: Any) -> bool:
     if row["variant"] == REFERENCE or row["problem"]:
         return False
@@ -149,14 +111,3 @@ def _has_grid(row: Any) -> bool:
         return parse_variant(row["variant"]).quantization.method is not None
     except ServeLabError:
         return False
-
-
-def _scans(services: Services, run: Run) -> dict[str, tuple[Run, list[Any]]]:
-    """The newest scan of each variant of the run's model on its text, with its results."""
-    found: dict[str, tuple[Run, list[Any]]] = {}
-    for scan in services.repository.list(kind="quantization", models={run.model}, limit=_MAX_SEARCHED):
-        if scan.config["experiment"] == "sensitivity" and scan.config["text"] == run.config["text"]:
-            rows = [row for row in services.repository.quantization_results(scan.run_id) if row["part"] is not None]
-            for variant in dict.fromkeys(row["variant"] for row in rows):
-                found.setdefault(variant, (scan, [row for row in rows if row["variant"] == variant]))
-    return found

@@ -9,7 +9,7 @@ from typing import Any
 import streamlit as st
 
 from app import formatting
-from app.components import notes, quantization_charts, quantization_matrix, run_actions
+from app.components import notes, quantization_charts, quantization_matrix, quantization_scans, run_actions
 from app.components.quantization_form import ADDRESS, RUN
 from app.components.quantization_save import save_text
 from app.components.run_table import quantization_text
@@ -67,7 +67,7 @@ def pick(services: Services) -> tuple[Run | None, Run | None]:
 
 
 def is_comparison(run: Run) -> bool:
-    """And no sensitivity scan or saved variant, which the run that it belongs to shows."""
+    """And no scan or saved variant, which the run that it belongs to shows."""
     return run.kind == "quantization" and run.config["experiment"] == "compare"
 
 
@@ -203,7 +203,7 @@ def _follow_address(services: Services, runs: dict[int, Run]) -> None:
 
 
 def _show_part(services: Services, runs: dict[int, Run]) -> bool:
-    """An address that names a sensitivity scan, or a variant that was saved, leads to the newest run that shows it."""
+    """An address that names a scan, or a variant that was saved, leads to the newest run that shows it."""
     part = services.repository.get(st.session_state[RUN]) if st.session_state[RUN] is not None else None
     if part is None or part.kind != "quantization":
         return False
@@ -213,6 +213,7 @@ def _show_part(services: Services, runs: dict[int, Run]) -> bool:
     )
     if owner is not None:
         st.session_state[RUN] = owner.run_id
+        quantization_scans.follow(part)
     if part.config["experiment"] == "save":
         st.info(notes.plain(f"Run {part.title} {save_text(part)}"), icon=":material/save:")
     return True

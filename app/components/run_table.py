@@ -111,7 +111,9 @@ def quantization_text(config: Mapping[str, Any]) -> str:
     if config["experiment"] == "save":
         return f"saved: {names[0]} as {config['name']}"
     more = len(names) - _MAX_NAMED
-    what = "quantization" if config["experiment"] == "compare" else "sensitivity"
+    what = "quantization" if config["experiment"] == "compare" else config["experiment"]
+    if config.get("by") == "layer":
+        what += " by layer"
     return f"{what}: {', '.join(names[:_MAX_NAMED])}" + (f" and {more} more" if more > 0 else "")
 
 

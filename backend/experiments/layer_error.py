@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from backend.quantization.base import PackedWeight
 
 KINDS = {"qkv": "attention.qkv", "output": "attention.output", "gate_up": "mlp.gate_up", "down": "mlp.down"}
+ALL = "all"  # the part of a scan that is all layers together
 NUM_CHANNELS = 3  # of the largest, that are named
 
 
@@ -66,7 +67,7 @@ class Sensitivity:
     """The reference with a part of its layers quantized.
 
     Attributes:
-        part: a kind, a linear layer by its name in the decoder, or "all".
+        part: a kind, a linear layer by its name in the decoder, or `ALL`.
     """
 
     part: str
@@ -102,7 +103,7 @@ def measure_layer_errors(
             probes[path] = probe = _Probe(dense_weight(module, dtype), layer.packed)
             hooks.callback(module.register_forward_pre_hook(probe).remove)
         run_in_windows(reference, read, window, "measuring layers", on_progress)
-        return [probe.result(*_place(path)) for path, probe in probes.items()]
+        return [probe.result(*layer_and_kind(path)) for path, probe in probes.items()]
 
 
 def scan_sensitivity(
@@ -125,10 +126,10 @@ def scan_sensitivity(
     read = check_text(token_ids, [model, reference], window=window, stride=window, max_tokens=max_tokens)[:window]
     layers = comparable_layers(model, reference)
     if by == "kind":
-        parts = {kind: [path for path in layers if _place(path)[1] == kind] for kind in KINDS}
+        parts = {kind: [path for path in layers if layer_and_kind(path)[1] == kind] for kind in KINDS}
     else:
         parts = {path: [path] for path in layers}
-    parts = {name: members for name, members in parts.items() if members} | {"all": list(layers)}
+    parts = {name: members for name, members in parts.items() if members} | {ALL: list(layers)}
     runner = reference.through_modules()
     caches = runner.allocate(len(read))
     measured = []
@@ -243,8 +244,8 @@ def _linear_shapes(decoder: Decoder) -> dict[str, tuple[int, int]]:
     return {path: (module.in_features, module.out_features) for path, module in modules.items()}  # type: ignore[misc]
 
 
-def _place(path: str) -> tuple[int, str]:
-    """Layer and kind, as in layers.3.mlp.down."""
+def layer_and_kind(path: str) -> tuple[int, str]:
+    """Of a linear layer by its name in the decoder, as layers.3.mlp.down."""
     _, layer, name = path.split(".", 2)
     return int(layer), next(kind for kind, module in KINDS.items() if module == name)
 

@@ -18,7 +18,8 @@ from backend.errors import ConfigError
 from backend.models.store import stored_names
 from backend.settings import Settings
 
-Experiment = Literal["compare", "sensitivity", "save"]
+Experiment = Literal["compare", "sensitivity", "ranges", "save"]
+Part = Literal["kind", "layer"]
 
 REFERENCE = "reference"  # the model as it is, in the results
 CALIBRATED = ("gptq", "awq")  # made as a checkpoint, on the grids of int4
@@ -177,9 +178,10 @@ class QuantizationLabConfig(Settings):
     )
     experiment: Experiment = Field(
         "compare",
-        description="compare: each variant beside the model. sensitivity: the model with one kind of its layers quantized. "
-        "save: the variant becomes a stored model.",
+        description="compare: each variant beside the model. sensitivity: the model with a part of its layers quantized. "
+        "ranges: how far the values in the model and in each variant reach. save: the variant becomes a stored model.",
     )
+    by: Part = Field("kind", description="What a sensitivity scan quantizes at a time: a kind of layer, or one layer.")
     variants: tuple[str, ...] = Field(
         DEFAULT_VARIANTS,
         strict=False,

@@ -1,8 +1,9 @@
 """The quantization lab: a model stored in several ways, each measured beside the model as it is, as one run of the queue.
 
 Of each variant: bits per weight and bytes, perplexity and divergence from the reference on a text, the error of each layer's
-output, and tokens per second. A variant whose products are emulated has no speed. What fails is a result too, and the others
-go on; results are handed on one by one, so that nothing of a cancelled run is lost. No torch at module level.
+output, and tokens per second. A variant whose products are emulated has no speed. Or, by `experiment`, what parts of its
+layers cost alone, or how far the values in it reach. What fails is a result too, and the others go on; results are handed on
+one by one, so that nothing of a cancelled run is lost. No torch at module level.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from backend.config import EngineConfig, default_cpu_threads
@@ -24,6 +26,7 @@ from backend.experiments.quantization_checkpoints import calibrated_checkpoint, 
 from backend.experiments.quantization_config import REFERENCE, QuantizationLabConfig, Variant, parse_variant
 from backend.experiments.quantization_figures import Result, figures, storage, stored_settings
 from backend.experiments.quantization_speed import measure_speed
+from backend.experiments.ranges import EXPECTED_ORDER, MOST_TOKENS, measure_ranges
 from backend.experiments.text_pass import TextModel, load_text_model
 from backend.metrics.environment import environment
 from backend.metrics.stats import Phase, RunEnd, RunStart, StatsSink
@@ -120,15 +123,16 @@ class _Lab:
                 num_requests=0,
             )
         )
-        if config.experiment == "compare":
-            self._measure_reference(source)
+        match config.experiment:
+            case "compare":
+                self._measure_reference(source)
+            case "ranges":
+                self._put_ranges(REFERENCE, self._reference, {})
+        measure = {"compare": self._compare, "sensitivity": self._scan, "ranges": self._ranges}[config.experiment]
         for text, variant in self._variants:
             self._what, self._place = variant.name, self._place + 1
             with self._keeping_failures(text):
-                if config.experiment == "compare":
-                    self._compare(source, text, variant)
-                else:
-                    self._scan(source, text, variant)
+                measure(source, text, variant)
             gc.collect()  # the next variant needs the room
             if not on_cpu:
                 torch.cuda.empty_cache()
@@ -173,12 +177,25 @@ class _Lab:
             model,
             self._reference,
             self._token_ids,
-            "kind",
+            self._config.by,
             window=self._window,
-            on_progress=self._on_progress,
+            on_progress=partial(self._on_part, "parts"),
         )
         for part in parts:
             self._put(text, found | figures(part.quality) | {"part": part.part, "num_layers": part.num_layers})
+
+    def _ranges(self, source: ModelSource, text: str, variant: Variant) -> None:
+        self._put_ranges(text, *self._prepare(source, variant))
+
+    def _put_ranges(self, text: str, model: TextModel, found: Result) -> None:
+        """A row for each group of values."""
+        ranges = measure_ranges(
+            model, self._token_ids, window=self._window, on_progress=partial(self._on_part, "layers")
+        )
+        num_tokens = min(len(self._token_ids), self._window, MOST_TOKENS)
+        for group in EXPECTED_ORDER:
+            layers = [asdict(each) for each in ranges if each.group == group]
+            self._put(text, found | {"part": group, "num_tokens": num_tokens, "layers": layers})
 
     def _prepare(self, source: ModelSource, variant: Variant) -> tuple[TextModel, Result]:
         """The variant as it runs, and where it is to be found again."""
@@ -249,6 +266,11 @@ class _Lab:
 
     def _on_layers(self, done: int, total: int) -> None:
         self._say("choosing codes", done, total)
+
+    def _on_part(self, unit: str, what: str, done: float, total: float) -> None:
+        """The bar is of one variant, which takes a while by itself."""
+        self._check()
+        self._sink.on_phase(Phase(f"{self._what}: {what}", done, total, unit))
 
     def _say(self, what: str, done: float = 0, total: float = 0) -> None:
         """How far this variant is stands in words; the bar is of all variants, the reference among them."""

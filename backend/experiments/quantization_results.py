@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from backend.experiments.layer_error import ALL, layer_and_kind
 from backend.experiments.quantization_config import REFERENCE
 
 Row = Mapping[str, Any]
@@ -149,6 +150,16 @@ def outliers(results: Sequence[Row], most: int = 8) -> list[Outlier]:
         if channel["ratio"] is not None
     ]
     return sorted(found, key=lambda outlier: -outlier.ratio)[:most]
+
+
+def scanned_layers(results: Sequence[Row]) -> list[dict[str, Any]]:
+    """What each linear layer costs alone, of the rows of a scan by layer: `layer`, `kind`, `kl_mean` and `perplexity`."""
+    found = []
+    for row in results:
+        if row["part"] != ALL:
+            layer, kind = layer_and_kind(row["part"])
+            found.append({"layer": layer, "kind": kind} | {name: row[name] for name in ("kl_mean", "perplexity")})
+    return found
 
 
 def _best(rows: Sequence[Row], name: str) -> float | None:

@@ -7,7 +7,7 @@ that reaches so far: each range names the one that its largest value is in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
@@ -87,16 +87,18 @@ def measure_ranges(
     with torch.inference_mode(), ExitStack() as hooks:
         dtype = decoder.final_norm.weight.dtype
         for layer in range(len(decoder.layers)):
-            on_progress("measuring ranges", layer, len(decoder.layers))
+            on_progress("measuring weights", layer, len(decoder.layers))
             for kind, name in KINDS.items():
                 module = decoder.get_submodule(f"layers.{layer}.{name}")
                 found.append(_range(WEIGHTS, layer, kind, dense_weight(module, dtype), ("output", "input")))
                 hooks.callback(module.register_forward_pre_hook(_InputProbe(found, layer, kind)).remove)
         ids = torch.tensor(read, device=model.device)
-        attention = _AttentionProbe(runner.attention, found)
+        attention = _AttentionProbe(
+            runner.attention, found, lambda layer: on_progress("measuring activations", layer, len(decoder.layers))
+        )
         caches = runner.allocate(len(read))
         forward_chunk(runner.decoder, attention, ids, 0, caches, runner.shape.block_size)
-    on_progress("measuring ranges", len(decoder.layers), len(decoder.layers))
+    on_progress("measuring activations", len(decoder.layers), len(decoder.layers))
     return sorted(found, key=lambda each: (EXPECTED_ORDER.index(each.group), each.layer))
 
 
@@ -139,14 +141,15 @@ class _InputProbe:
 class _AttentionProbe:
     """Looks at queries, keys and values on their way into the attention of a text's only step, layer by layer."""
 
-    def __init__(self, attention: AttentionBackend, found: list[Range]) -> None:
-        self._attention, self._found = attention, found
+    def __init__(self, attention: AttentionBackend, found: list[Range], on_layer: Callable[[int], None]) -> None:
+        self._attention, self._found, self._on_layer = attention, found, on_layer
         self._layer = 0
 
     def write(
         self, query: Tensor, key: Tensor, value: Tensor, layer_cache: LayerCache, metadata: AttentionMetadata
     ) -> Tensor:
         layer, self._layer = self._layer, self._layer + 1
+        self._on_layer(layer)
         self._found.append(_range(KV, layer, "keys", key, (None, "head", "channel")))
         self._found.append(_range(KV, layer, "values", value, (None, "head", "channel")))
         self._found.append(_range(LOGITS, layer, "scores", _scores(query, key, layer_cache.window), ("head", None)))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.services import Services
 from backend.experiments.layer_error import KINDS
 from backend.experiments.quantization_config import REFERENCE, QuantizationLabConfig
+from backend.experiments.ranges import EXPECTED_ORDER
 from backend.metrics.stats import RunEnd, RunStart, RunStatus
 from db.recorder import RunRecorder
 
 NUM_LAYERS = 3
+_FURTHEST = ("activations", 1, "down")
 ENVIRONMENT = {"cpu": "CPU", "gpu": None, "versions": {"torch": "2.13.0"}}
 
 
@@ -82,6 +84,50 @@ def emulated(variant: str, **changes: Any) -> dict[str, Any]:
 
 def failed(variant: str, problem: str) -> dict[str, Any]:
     return {"variant": variant, "problem": problem}
+
+
+def scan(variant: str, costs: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The rows of a sensitivity scan: what each part costs alone."""
+    return [result(variant, part=part, kl_mean=cost, layers=None) for part, cost in costs.items()]
+
+
+def layer_costs(scale: float) -> dict[str, float]:
+    """By layer, and all of them together. The MLP output of layer 1 costs most, queries and keys of layer 0 nothing."""
+    costs = {f"layers.{layer}.{name}": scale for layer in range(NUM_LAYERS) for name in KINDS.values()}
+    return costs | {"layers.1.mlp.down": 10 * scale, "layers.0.attention.qkv": 0.0, "all": 15 * scale}
+
+
+def ranges(variant: str, scale: float = 1.0) -> list[dict[str, Any]]:
+    """The rows of a variant, in an order of groups that is not the expected one; input 7 of layer 1's MLP output stands out."""
+    reaches = {"weights": 9.0, "activations": 3.0, "KV": 20.0, "attention logits": 30.0}
+    parts = {"weights": KINDS, "activations": KINDS, "KV": ("keys", "values"), "attention logits": ("scores",)}
+    outliers = {
+        "weights": {"output": 1, "input": 2},
+        "activations": {"input": 7},
+        "KV": {"head": 1, "channel": 5},
+        "attention logits": {"head": 2},
+    }
+    return [
+        {
+            "variant": variant,
+            "part": group,
+            "num_tokens": 1024,
+            "layers": [
+                {
+                    "group": group,
+                    "layer": layer,
+                    "part": part,
+                    "max_abs": reaches[group] * scale * (100 if (group, layer, part) == _FURTHEST else 2),
+                    "p999": reaches[group] * scale,
+                    "kurtosis": 4.0,
+                    "outlier": outliers[group],
+                }
+                for layer in range(NUM_LAYERS)
+                for part in parts[group]
+            ],
+        }
+        for group in EXPECTED_ORDER
+    ]
 
 
 DEFAULT_RESULTS = (

@@ -185,7 +185,7 @@ def test_how_long_it_took_last_time_is_said_of_the_same_model(services: FakeServ
     assert re.search(r"Last time 3 variants took .* \(#1\)", words(app))
 
 
-# Layers, weights, sensitivity, take away
+# Layers, weights, take away
 
 
 def test_layers_without_an_entry_and_outliers_are_named(services: FakeServices) -> None:
@@ -211,24 +211,6 @@ def test_weights_are_shown_on_the_grid_of_a_variant(services: FakeServices) -> N
     assert "10,240 weights, each in the scale that it shares with 64 inputs" in words(app)
     app.number_input(key="quantization-weights-layer").set_value(99).run()
     assert "dummy:tiny has no layer 99" in words(app)
-
-
-def test_a_scan_is_queued_and_shown_with_the_run_it_belongs_to(services: FakeServices) -> None:
-    add_quantization_run(services)
-    app = page("quantization", view="Sensitivity")
-    assert "Not scanned yet" in words(app)
-    press(app, "Scan")
-    scan = services.repository.get(2)
-    assert scan is not None
-    assert (scan.config["experiment"], scan.config["variants"], scan.model) == ("sensitivity", ["nf4"], "dummy:tiny")
-    # Of another variant than the one that loses most, which is offered while there is no scan.
-    parts = [result("int8", part=part, kl_mean=value) for part, value in (("qkv", 0.1), ("down", 0.3), ("all", 0.5))]
-    add_quantization_run(services, parts, experiment="sensitivity")
-    app = page("quantization", run="3", view="Sensitivity")
-    assert app.query_params["run"] == "1", "a scan is shown with its run"
-    assert "no quantization run" not in words(app)
-    assert len(app.get("vega_lite_chart")) == 2
-    assert "Run #3, 2,046 tokens" in words(app)
 
 
 def test_what_is_taken_away_makes_the_variant_again(services: FakeServices) -> None:

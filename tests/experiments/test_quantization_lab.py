@@ -16,7 +16,7 @@ import pytest
 from backend.config import EngineConfig
 from backend.errors import ConfigError
 from backend.experiments import quantization_checkpoints, quantization_lab
-from backend.experiments.layer_error import measure_layer_errors, scan_sensitivity
+from backend.experiments.layer_error import measure_layer_errors
 from backend.experiments.quality import load_pair, measure_quality
 from backend.experiments.quantization_config import QuantizationLabConfig
 from backend.experiments.quantization_lab import DEFAULT_TEXT, LAYER_TOKENS, check_lab
@@ -153,16 +153,6 @@ def test_progress_names_the_variant_and_never_goes_back() -> None:
     assert sink.start is not None
     assert sink.start.load["num_tokens"] == TOKENS
     assert sink.start.resolved_config["variants"] == ["int8", "nf4"]
-
-
-def test_a_scan_has_a_row_for_each_kind() -> None:
-    end, rows = run(["int8"], experiment="sensitivity")
-    source = resolve_source("dummy:tiny")
-    pair = load_pair(source, EngineConfig().with_overrides({"quantization.method": "int8"}), (source, EngineConfig()))
-    parts = scan_sensitivity(*[each for each in pair if each is not None], ids(), "kind")
-    assert end.status == "finished"
-    assert [(row["part"], row["num_layers"]) for row in rows] == [(part.part, part.num_layers) for part in parts]
-    assert [row["kl_mean"] for row in rows] == [part.quality.kl.mean for part in parts if part.quality.kl]
 
 
 def test_calibrated_checkpoints_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

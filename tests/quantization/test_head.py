@@ -98,7 +98,7 @@ def test_an_int8_head_is_a_copy_beside_the_embedding(folder: Path, method: str, 
         assert loaded.notices == ()
 
 
-@pytest.mark.parametrize("method", ["int8", "w8a8_int8"])
+@pytest.mark.parametrize("method", METHODS)
 def test_the_likeliest_token_seldom_changes(folder: Path, method: str) -> None:
     """Beside the same layers under the head as it is; logits err as weights' uniform noise lets expect."""
     without, loaded = load(folder, method=method).model, load(folder, method=method, head="int8").model

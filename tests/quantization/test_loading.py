@@ -12,6 +12,7 @@ from backend.config import QuantizationSettings
 from backend.errors import CapacityError, ConfigError, ModelError
 from backend.layers.linear import Linear
 from backend.layers.quantized_linear import QuantizedLinear
+from backend.models.dummy import DUMMY_SHAPES
 from backend.models.loader import LoadedModel, load_model
 from backend.models.sources import ModelSource, resolve_source
 from backend.quantization.group_size import allowed_group_sizes
@@ -112,9 +113,37 @@ def test_what_does_not_fit_the_model_is_refused_by_name(
         assert part in str(caught.value)
 
 
-def test_the_default_models_groups() -> None:
-    """SmolLM2-135M's 576 and 1,536 inputs."""
-    assert allowed_group_sizes([576, 1536]) == [32, 64, 96, 192]
+@pytest.mark.parametrize("method", ["int4", "nf4"])
+def test_the_default_models_groups(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2-135M's 576 and 1,536 inputs (known fault QZ-1): 128 is refused before there is a weight, and the rest is not."""
+    source = resolve_source("dummy:smollm2-135m")
+    assert source.shape is not None
+    config = DUMMY_SHAPES[source.shape]
+    assert (config.hidden_size, config.intermediate_size) == (576, 1536)
+    fitting = [size for size in range(32, 577, 32) if 576 % size == 1536 % size == 0]
+    assert allowed_group_sizes([576, 1536]) == fitting == [32, 64, 96, 192]
+
+    def build(*arguments: object) -> None:
+        raise AssertionError("it makes room for weights")
+
+    def load_shape(group_size: int | None) -> LoadedModel:
+        settings = QuantizationSettings.from_dict({"method": method, "group_size": group_size})
+        return load_model(source, device=CPU, dtype=torch.float32, quantization=settings)
+
+    monkeypatch.setattr("backend.models.loader._build", build)
+    for group_size, problem in (
+        (128, "does not divide the 576 inputs of model.layers.0.self_attn.q_proj"),
+        (288, "does not divide the 1,536 inputs of model.layers.0.mlp.down_proj"),
+        (48, "is not a multiple of 32"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_shape(group_size)
+        assert str(caught.value) == (
+            f"quantization.group_size = {group_size} {problem}; allowed for this model: 32, 64, 96, 192, -1 (per channel)"
+        )
+    for group_size in (None, *fitting, -1):
+        with pytest.raises(AssertionError, match="makes room for weights"):
+            load_shape(group_size)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
