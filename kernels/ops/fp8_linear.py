@@ -53,12 +53,18 @@ def fp8_linear(
     dtype = x.dtype
     x_codes, x_scales = x[:2] if isinstance(x, TokenCodes) else quantize_tokens(x, torch.float8_e4m3fn, per_token)
     if tiles is None and _is_for_library(len(x_codes), dtype, codes):
-        product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-            x_codes, codes.t(), x_scales, scales.t(), out_dtype=dtype
+        is_whole = residual is None and output.is_contiguous()
+        product = output if is_whole else torch.empty(output.shape, dtype=dtype, device=output.device)
+        torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            x_codes, codes.t(), x_scales, scales.t(), out_dtype=dtype, out=product
         )
         if bias is not None:
             product.add_(bias)
-        return output.copy_(product) if residual is None else torch.add(product, residual, out=output)
+        if residual is not None:
+            torch.add(product, residual, out=output)
+        elif not is_whole:
+            output.copy_(product)
+        return output
     return multiply_scaled(x_codes, x_scales, codes, scales, bias, residual, output, tiles)
 
 

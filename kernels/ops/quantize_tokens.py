@@ -143,8 +143,10 @@ def _quantize_tokens_kernel(
     if PARTS > 1:
         column = part * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)
         x = tl.load(x_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-    codes = token_codes(x, scale, INT8, HARDWARE)
-    tl.store(codes_ptr + token * COLUMNS + column, codes, mask=column < COLUMNS)
+    # As many neighbours as a thread has loaded at once: more would be dealt out anew for a store of bytes.
+    RUN: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    code_ptrs = tl.max_contiguous(codes_ptr + token * COLUMNS + column, [RUN])
+    tl.store(code_ptrs, token_codes(x, scale, INT8, HARDWARE), mask=column < COLUMNS)
     if part == 0:
         tl.store(scales_ptr + token, scale)
 

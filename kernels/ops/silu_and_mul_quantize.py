@@ -12,6 +12,10 @@ from kernels.ops.pdl import supports_pdl
 from kernels.ops.quantize_tokens import converts_e4m3, empty_codes, row_block, store_codes
 from kernels.ops.silu_and_mul import gated
 
+# From so many on, the programs of other tokens hide what one waits for: on an H200, 8,192 rows of 14,336 take 186 us with 4 warps
+# and 264 with 16, which are quicker for 64 of them.
+MANY_TOKENS = 1024
+
 
 @triton.jit
 def _silu_and_mul_quantize_kernel(
@@ -63,6 +67,8 @@ def silu_and_mul_quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
     if codes.numel() == 0:
         return codes, scales.zero_()
     block, num_warps = row_block(intermediate)
+    if num_tokens >= MANY_TOKENS:
+        num_warps = min(num_warps, 4)
     pdl = supports_pdl(x.device)
     _silu_and_mul_quantize_kernel[(num_tokens,)](
         as_bytes(codes),
