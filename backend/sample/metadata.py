@@ -21,6 +21,11 @@ class SamplingMetadata:
     positions: list[int]  # index of the output token being drawn
     banned_token_ids: list[tuple[int, ...]]
 
+    @property
+    def samples(self) -> bool:
+        """Whether any row is not greedy."""
+        return any(row.temperature >= GREEDY_TEMPERATURE for row in self.params)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
@@ -34,28 +39,29 @@ class SamplingTensors:
     @staticmethod
     def build(metadata: SamplingMetadata, device: torch.device) -> SamplingTensors | None:
         """Draw on the host and copy everything at once, without waiting for it; None if all rows are greedy."""
-        params = metadata.params
-        temperature = np.array([row.temperature for row in params], dtype=np.float32)
-        if (temperature < GREEDY_TEMPERATURE).all():
+        if not metadata.samples:
             return None
-        num_rows = len(params)
+        return SamplingTensors.build_steps(metadata, 1, device)[0]
+
+    @staticmethod
+    def build_steps(metadata: SamplingMetadata, num_steps: int, device: torch.device) -> list[SamplingTensors]:
+        """The same of that step and those behind it, in each of which every row is one position further."""
+        params, num_rows = metadata.params, len(metadata.params)
         # One buffer of 32-bit words, the widest first: a copy costs the same for one number as for a thousand.
-        words = np.empty(5 * num_rows, dtype=np.int32)
-        columns = words[2 * num_rows :].reshape(3, num_rows)
-        words[: 2 * num_rows].view(np.float64)[:] = uniform(
-            [row.seed for row in params], metadata.positions, Purpose.TOKEN
-        )
-        columns[0].view(np.float32)[:] = temperature
+        words = np.empty((2 * num_steps + 3) * num_rows, dtype=np.int32)
+        columns = words[2 * num_steps * num_rows :].reshape(3, num_rows)
+        positions = np.array(metadata.positions, dtype=np.int64) + np.arange(num_steps)[:, None]
+        seeds = np.tile(np.array([row.seed for row in params], dtype=np.uint64), num_steps)
+        draws = uniform(seeds.tolist(), positions.ravel().tolist(), Purpose.TOKEN)
+        words[: 2 * num_steps * num_rows].view(np.float64)[:] = draws
+        columns[0].view(np.float32)[:] = [row.temperature for row in params]
         columns[1].view(np.float32)[:] = [row.top_p for row in params]
         # One too large for an int32 is above any vocabulary, and so off, as int32's largest is.
         columns[2] = [min(row.top_k, 2**31 - 1) for row in params]
-        draws, *rows = copy_to(words, device).split((2 * num_rows, num_rows, num_rows, num_rows))
-        return SamplingTensors(
-            temperature=rows[0].view(torch.float32),
-            top_p=rows[1].view(torch.float32),
-            top_k=rows[2],
-            draws=draws.view(torch.float64),
-        )
+        drawn, *rows = copy_to(words, device).split((2 * num_steps * num_rows, num_rows, num_rows, num_rows))
+        temperature, top_p, top_k = rows[0].view(torch.float32), rows[1].view(torch.float32), rows[2]
+        by_step = drawn.view(torch.float64).view(num_steps, num_rows)
+        return [SamplingTensors(temperature, top_k, top_p, draws=each) for each in by_step]
 
 
 def copy_to(array: np.ndarray, device: torch.device) -> Tensor:

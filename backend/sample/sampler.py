@@ -60,6 +60,10 @@ class Sampler:
         tensors = SamplingTensors.build(metadata, logits.device)
         if tensors is None:
             return SampledTensors(*self._ops.greedy_tokens(logits))
+        return self.draw(logits, tensors)
+
+    def draw(self, logits: Tensor, tensors: SamplingTensors) -> SampledTensors:
+        """The same of rows for which nothing is banned, with what says how on the device already."""
         return SampledTensors(
             *self._ops.sample_tokens(logits, tensors.temperature, tensors.top_k, tensors.top_p, tensors.draws)
         )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from scipy import stats
 from backend.sample.metadata import SamplingMetadata, SamplingTensors
 from backend.sample.random import Purpose, uniform
 from backend.sample.sampler import REFERENCE_OPS, Sampler, SamplerOps, triton_ops
+from backend.sample.sampling_ahead import NUM_STEPS, SamplingAhead
 from backend.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -148,6 +150,33 @@ def test_parameters_become_tensors_row_by_row() -> None:
     assert torch.equal(tensors.top_k, torch.tensor([40, -1, 2**31 - 1], dtype=torch.int32))
     assert torch.equal(tensors.top_p, torch.tensor([0.9, 1.0, 1.0]))
     assert tensors.draws.tolist() == uniform([2**63 - 1, 0, 5], [3, 0, 2**33], Purpose.TOKEN).tolist()
+
+
+def test_draws_of_steps_ahead_are_those_of_each_step() -> None:
+    """For longer than the device is told of at once, and from the step behind the given one on."""
+    params = [
+        SamplingParams(temperature=0.7, top_k=40, seed=2**63 - 1),
+        SamplingParams(),
+        SamplingParams(temperature=1),
+    ]
+    metadata, rows = SamplingMetadata(params, [3, 0, 2**33], [()] * 3), torch.tensor([2, 0, 1])
+    ahead = SamplingAhead.behind(metadata, rows)
+    assert ahead is not None
+    assert ahead.rows is rows
+    for step in range(1, 3 * NUM_STEPS):
+        expected = SamplingTensors.build(replace(metadata, positions=[3 + step, step, 2**33 + step]), CPU)
+        assert expected is not None
+        tensors = ahead.next()
+        for name in ("temperature", "top_k", "top_p", "draws"):
+            assert torch.equal(getattr(tensors, name), getattr(expected, name))
+
+
+def test_steps_that_ban_ids_or_are_greedy_are_not_known_ahead() -> None:
+    rows, sampled, greedy = torch.tensor([0]), SamplingParams(temperature=1), SamplingParams()
+    assert SamplingAhead.behind(None, rows) is None
+    assert SamplingAhead.behind(SamplingMetadata([sampled], [0], [(7,)]), rows) is None
+    assert SamplingAhead.behind(SamplingMetadata([greedy], [0], [()]), rows) is None
+    assert SamplingAhead.behind(SamplingMetadata([sampled], [0], [()]), rows) is not None
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3])
