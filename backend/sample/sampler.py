@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backend.sample.metadata import SamplingMetadata, SamplingTensors, copy_to
+from backend.sample.metadata import SamplingMetadata, copy_to
+from backend.sample.sampling_ahead import SamplingAhead
 from kernels.reference.greedy_tokens import greedy_tokens
 from kernels.reference.sample_tokens import sample_tokens
 
@@ -51,19 +52,16 @@ class Sampler:
 
     def __init__(self, ops: SamplerOps = REFERENCE_OPS) -> None:
         self._ops = ops
+        self._ahead = SamplingAhead()
 
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SampledTensors:
         """Args:
         logits: fp32 [num_rows, vocab_size]; banned tokens are overwritten there.
         """
         _ban(logits, metadata.banned_token_ids)
-        tensors = SamplingTensors.build(metadata, logits.device)
+        tensors = self._ahead.tensors(metadata, logits.device)
         if tensors is None:
             return SampledTensors(*self._ops.greedy_tokens(logits))
-        return self.draw(logits, tensors)
-
-    def draw(self, logits: Tensor, tensors: SamplingTensors) -> SampledTensors:
-        """The same of rows for which nothing is banned, with what says how on the device already."""
         return SampledTensors(
             *self._ops.sample_tokens(logits, tensors.temperature, tensors.top_k, tensors.top_p, tensors.draws)
         )

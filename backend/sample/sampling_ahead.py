@@ -1,44 +1,50 @@
-"""`SamplingAhead`: how the same rows are sampled in one step after the other, with draws that reach the device steps early."""
+"""`SamplingAhead`: draws of the steps to come, where the same rows go on token by token."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from torch import Tensor
+import torch
 
 from backend.sample.metadata import SamplingMetadata, SamplingTensors
+from backend.sampling_params import SamplingParams
 
-# A draw is a function of seed and position: those of so many steps are made and copied at once, in about the time of one's.
+# A draw is a function of seed and position: those of so many steps are made and copied in about the time of one's.
 NUM_STEPS = 16
 
 
 class SamplingAhead:
-    """
-    Attributes:
-        rows: int64 [num_rows], of the batch's persistent arrays, on the device.
+    """The `SamplingTensors` of one step after the other. Rows that were a position before in the step before are expected to go
+    on: those of several steps are then on the device before they are wanted."""
 
-    Args:
-        metadata: of a step; in each that follows every row is one position further. It bans nothing, and samples some row.
-    """
+    def __init__(self) -> None:
+        self._params: list[SamplingParams] = []  # of the last step's rows, the same objects for the same requests
+        self._positions: list[int] = []  # of the first step that is known
+        self._steps: list[SamplingTensors] = []
+        self._num_done = 0  # of those
 
-    def __init__(self, metadata: SamplingMetadata, rows: Tensor) -> None:
-        self.rows = rows
-        self._metadata = metadata
-        self._num_done = 1
-        self._steps: list[SamplingTensors] = []  # that follow, the next one last
-
-    @staticmethod
-    def behind(metadata: SamplingMetadata | None, rows: Tensor) -> SamplingAhead | None:
-        """Of the steps behind one that is sampled so; None where they want something else than draws, or nothing."""
-        if metadata is None or not metadata.samples or any(metadata.banned_token_ids):
+    def tensors(self, metadata: SamplingMetadata, device: torch.device) -> SamplingTensors | None:
+        """As `SamplingTensors.build`. Waits for nothing."""
+        if not metadata.samples:
             return None
-        return SamplingAhead(metadata, rows)
+        if self._goes_on(metadata):
+            if self._num_done == len(self._steps):
+                self._begin(metadata, NUM_STEPS, device)
+        else:
+            self._begin(metadata, 1, device)
+        self._num_done += 1
+        return self._steps[self._num_done - 1]
 
-    def next(self) -> SamplingTensors:
-        """Of the next step. Waits for nothing."""
-        if not self._steps:
-            positions = [position + self._num_done for position in self._metadata.positions]
-            metadata = replace(self._metadata, positions=positions)
-            self._steps = SamplingTensors.build_steps(metadata, NUM_STEPS, self.rows.device)[::-1]
-            self._num_done += NUM_STEPS
-        return self._steps.pop()
+    def _goes_on(self, metadata: SamplingMetadata) -> bool:
+        """Whether these are the last step's rows, each one position further."""
+        if len(metadata.params) != len(self._params):
+            return False
+        expected = (position + self._num_done for position in self._positions)
+        return all(
+            one is other and position == wanted
+            for one, other, position, wanted in zip(
+                metadata.params, self._params, metadata.positions, expected, strict=True
+            )
+        )
+
+    def _begin(self, metadata: SamplingMetadata, num_steps: int, device: torch.device) -> None:
+        self._params, self._positions, self._num_done = list(metadata.params), list(metadata.positions), 0
+        self._steps = SamplingTensors.build_steps(metadata, num_steps, device)

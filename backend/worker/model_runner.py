@@ -21,8 +21,7 @@ from backend.metrics.stats import MemoryUse
 from backend.models.loader import LoadedModel, load_model
 from backend.models.sources import ModelSource
 from backend.sample.metadata import SamplingMetadata, copy_to
-from backend.sample.sampler import REFERENCE_OPS, SampledTensors, Sampler, triton_ops
-from backend.sample.sampling_ahead import SamplingAhead
+from backend.sample.sampler import REFERENCE_OPS, Sampler, triton_ops
 from backend.worker.block_transfer import BlockTransfer, DeviceBlocks, HostBlocks, copy_blocks
 from backend.worker.decoders import StepDecoder, make_decoder
 from backend.worker.input_batch import InputBatch, StepInput
@@ -81,7 +80,6 @@ class ModelRunner:
         self._batch: InputBatch | None = None
         self._decode_graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
-        self._sampling_ahead: SamplingAhead | None = None  # of steps that repeat the last one
 
     def load_model(self, source: ModelSource, on_progress: Callable[[float, float], None] | None = None) -> LoadedModel:
         """Read the weights onto the device; `on_progress` gets bytes done and in all."""
@@ -273,20 +271,14 @@ class ModelRunner:
         max_seq_len = batch.repeats(scheduled) if graphs is not None else None
         if graphs is None or max_seq_len is None or not graphs.holds(max_seq_len):
             return None
-        ahead = self._sampling_ahead
-        step = batch.build_repeat(scheduled, with_sampling=ahead is None)
+        step = batch.build_repeat(scheduled)
         output = graphs.replay_again(step, self._uploads)
-        if ahead is not None:
-            drawn = self._sampler.draw(output.logits, ahead.next())
-            return step.request_ids, self._record(drawn, ahead.rows)
         if step.sampling is None:
             return step.request_ids, output.outcomes
-        rows = self._upload(step.rows)
-        self._sampling_ahead = SamplingAhead.behind(step.sampling, rows)
-        return step.request_ids, self._sample(output.logits, step.sampling, rows)
+        return step.request_ids, self._sample(output.logits, step.sampling, self._upload(step.rows))
 
     def _carry_out(self, step: StepInput) -> tuple[list[str], Tensor]:
-        graphs, self._sampling_ahead = self._decode_graphs, None
+        graphs = self._decode_graphs
         if graphs is not None:
             if graphs.fits(step):
                 return step.sampled_request_ids, self._replay(graphs, step)
@@ -301,12 +293,8 @@ class ModelRunner:
 
     def _replay(self, graphs: DecodeGraphs, step: StepInput) -> Tensor:
         output = graphs.replay(step, self._uploads)
-        if len(step.sampled_reqs) == step.num_reqs:
-            if step.sampling is None:
-                return output.outcomes
-            rows = self._upload(step.sampled_rows)
-            self._sampling_ahead = SamplingAhead.behind(step.sampling, rows)
-            return self._sample(output.logits, step.sampling, rows)
+        if step.sampling is None and len(step.sampled_reqs) == step.num_reqs:
+            return output.outcomes
         # Rows that are in the middle of their prompt have no token; they come with small budgets only.
         reqs = self._upload(step.sampled_reqs)
         if step.sampling is None:
@@ -347,11 +335,11 @@ class ModelRunner:
     def _sample(self, logits: Tensor, sampling: SamplingMetadata | None, rows: Tensor) -> Tensor:
         """Each row's token, int64, or -1 where its logits are not finite. It becomes the last one of its request."""
         if sampling is None:
-            return self._record(SampledTensors(*self._sampling_ops.greedy_tokens(logits)), rows)
-        return self._record(self._sampler(logits, sampling), rows)
-
-    def _record(self, sampled: SampledTensors, rows: Tensor) -> Tensor:
-        return self._record_tokens(sampled.token_ids, sampled.finite, rows, self._last_tokens)
+            token_ids, finite = self._sampling_ops.greedy_tokens(logits)
+        else:
+            sampled = self._sampler(logits, sampling)
+            token_ids, finite = sampled.token_ids, sampled.finite
+        return self._record_tokens(token_ids, finite, rows, self._last_tokens)
 
     def memory(self) -> MemoryUse:
         """Bytes held now. Safe from any thread."""

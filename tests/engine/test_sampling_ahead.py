@@ -1,4 +1,4 @@
-"""Sampled requests whose decode steps are graphs, which go on by themselves: the draws of steps to come are sent ahead."""
+"""Sampled requests whose decode steps are graphs: the draws of steps to come are on the device before they are wanted."""
 
 from __future__ import annotations
 
