@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backend.sample.metadata import SamplingMetadata, copy_to
+from backend.sample.metadata import SamplingMetadata, SamplingTensors, copy_to
 from backend.sample.sampling_ahead import SamplingAhead
 from kernels.reference.greedy_tokens import greedy_tokens
 from kernels.reference.sample_tokens import sample_tokens
@@ -59,7 +59,13 @@ class Sampler:
         logits: fp32 [num_rows, vocab_size]; banned tokens are overwritten there.
         """
         _ban(logits, metadata.banned_token_ids)
-        tensors = self._ahead.tensors(metadata, logits.device)
+        return self._choose(logits, self._ahead.tensors(metadata, logits.device))
+
+    def again(self, logits: Tensor) -> SampledTensors:
+        """The same for the rows of the last call, each one position further, for which nothing is banned."""
+        return self._choose(logits, self._ahead.next(logits.device))
+
+    def _choose(self, logits: Tensor, tensors: SamplingTensors | None) -> SampledTensors:
         if tensors is None:
             return SampledTensors(*self._ops.greedy_tokens(logits))
         return SampledTensors(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from backend.sample.metadata import SamplingMetadata, SamplingTensors
-from backend.sampling_params import SamplingParams
 
 # A draw is a function of seed and position: those of so many steps are made and copied in about the time of one's.
 NUM_STEPS = 16
@@ -16,35 +17,35 @@ class SamplingAhead:
     on: those of several steps are then on the device before they are wanted."""
 
     def __init__(self) -> None:
-        self._params: list[SamplingParams] = []  # of the last step's rows, the same objects for the same requests
-        self._positions: list[int] = []  # of the first step that is known
-        self._steps: list[SamplingTensors] = []
-        self._num_done = 0  # of those
+        self._last: SamplingMetadata | None = None  # of the step whose tensors were handed out last
+        self._steps: list[SamplingTensors] = []  # that follow it, the next one last
 
     def tensors(self, metadata: SamplingMetadata, device: torch.device) -> SamplingTensors | None:
         """As `SamplingTensors.build`. Waits for nothing."""
-        if not metadata.samples:
+        last = self._last
+        if last is not None and _goes_on(last, metadata):
+            return self.next(device)
+        self._last, self._steps = metadata, []
+        return SamplingTensors.build(metadata, device)
+
+    def next(self, device: torch.device) -> SamplingTensors | None:
+        """Of the step behind the last one: the same rows, each one position further."""
+        last = self._last
+        assert last is not None
+        following = replace(last, positions=[position + 1 for position in last.positions])
+        self._last = following
+        if not following.samples:
             return None
-        if self._goes_on(metadata):
-            if self._num_done == len(self._steps):
-                self._begin(metadata, NUM_STEPS, device)
-        else:
-            self._begin(metadata, 1, device)
-        self._num_done += 1
-        return self._steps[self._num_done - 1]
+        if not self._steps:
+            self._steps = SamplingTensors.build_steps(following, NUM_STEPS, device)[::-1]
+        return self._steps.pop()
 
-    def _goes_on(self, metadata: SamplingMetadata) -> bool:
-        """Whether these are the last step's rows, each one position further."""
-        if len(metadata.params) != len(self._params):
-            return False
-        expected = (position + self._num_done for position in self._positions)
-        return all(
-            one is other and position == wanted
-            for one, other, position, wanted in zip(
-                metadata.params, self._params, metadata.positions, expected, strict=True
-            )
+
+def _goes_on(last: SamplingMetadata, metadata: SamplingMetadata) -> bool:
+    """Whether these are the last step's rows, each one position further."""
+    return len(metadata.params) == len(last.params) and all(
+        one is other and position == before + 1  # the same objects for the same requests
+        for one, other, position, before in zip(
+            metadata.params, last.params, metadata.positions, last.positions, strict=True
         )
-
-    def _begin(self, metadata: SamplingMetadata, num_steps: int, device: torch.device) -> None:
-        self._params, self._positions, self._num_done = list(metadata.params), list(metadata.positions), 0
-        self._steps = SamplingTensors.build_steps(metadata, num_steps, device)
+    )

@@ -129,8 +129,12 @@ class InputBatch:
             return None
         return last.max_seq_len + 1
 
-    def build_repeat(self, scheduled: SchedulerOutput) -> RepeatInput:
-        """In place of `update` and `build`, for a step that `repeats`."""
+    def build_repeat(self, scheduled: SchedulerOutput, *, with_sampling: bool = True) -> RepeatInput:
+        """In place of `update` and `build`, for a step that `repeats`.
+
+        Args:
+            with_sampling: else the caller knows how it is sampled.
+        """
         last = self._last
         assert last is not None
         last.max_seq_len += 1
@@ -142,7 +146,8 @@ class InputBatch:
             for group, blocks in enumerate(block_ids):
                 new_blocks += [(group, place, column, block) for column, block in enumerate(blocks, state.num_blocks)]
             self._add_blocks(state, block_ids)
-        sampling = None if last.is_plain else self._sampling(last.rows, last.request_ids)
+        is_known = last.is_plain or not with_sampling
+        sampling = None if is_known else self._sampling(last.rows, last.request_ids)
         self._num_tokens[last.rows] += 1
         return RepeatInput(last.request_ids, last.rows, new_blocks, sampling)
 

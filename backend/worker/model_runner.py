@@ -21,7 +21,7 @@ from backend.metrics.stats import MemoryUse
 from backend.models.loader import LoadedModel, load_model
 from backend.models.sources import ModelSource
 from backend.sample.metadata import SamplingMetadata, copy_to
-from backend.sample.sampler import REFERENCE_OPS, Sampler, triton_ops
+from backend.sample.sampler import REFERENCE_OPS, SampledTensors, Sampler, triton_ops
 from backend.worker.block_transfer import BlockTransfer, DeviceBlocks, HostBlocks, copy_blocks
 from backend.worker.decoders import StepDecoder, make_decoder
 from backend.worker.input_batch import InputBatch, StepInput
@@ -80,6 +80,9 @@ class ModelRunner:
         self._batch: InputBatch | None = None
         self._decode_graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
+        self._drawn_rows: Tensor | None = (
+            None  # of the last step, if one that repeats it bans nothing and draws as well
+        )
 
     def load_model(self, source: ModelSource, on_progress: Callable[[float, float], None] | None = None) -> LoadedModel:
         """Read the weights onto the device; `on_progress` gets bytes done and in all."""
@@ -271,14 +274,23 @@ class ModelRunner:
         max_seq_len = batch.repeats(scheduled) if graphs is not None else None
         if graphs is None or max_seq_len is None or not graphs.holds(max_seq_len):
             return None
-        step = batch.build_repeat(scheduled)
+        rows = self._drawn_rows
+        step = batch.build_repeat(scheduled, with_sampling=rows is None)
         output = graphs.replay_again(step, self._uploads)
+        if rows is not None:
+            return step.request_ids, self._record(self._sampler.again(output.logits), rows)
         if step.sampling is None:
             return step.request_ids, output.outcomes
-        return step.request_ids, self._sample(output.logits, step.sampling, self._upload(step.rows))
+        return step.request_ids, self._draw(output.logits, step.sampling, self._upload(step.rows))
+
+    def _draw(self, logits: Tensor, sampling: SamplingMetadata, rows: Tensor) -> Tensor:
+        """`_sample` of a step that may be repeated."""
+        if not any(sampling.banned_token_ids):
+            self._drawn_rows = rows
+        return self._sample(logits, sampling, rows)
 
     def _carry_out(self, step: StepInput) -> tuple[list[str], Tensor]:
-        graphs = self._decode_graphs
+        graphs, self._drawn_rows = self._decode_graphs, None
         if graphs is not None:
             if graphs.fits(step):
                 return step.sampled_request_ids, self._replay(graphs, step)
@@ -293,8 +305,10 @@ class ModelRunner:
 
     def _replay(self, graphs: DecodeGraphs, step: StepInput) -> Tensor:
         output = graphs.replay(step, self._uploads)
-        if step.sampling is None and len(step.sampled_reqs) == step.num_reqs:
-            return output.outcomes
+        if len(step.sampled_reqs) == step.num_reqs:
+            if step.sampling is None:
+                return output.outcomes
+            return self._draw(output.logits, step.sampling, self._upload(step.sampled_rows))
         # Rows that are in the middle of their prompt have no token; they come with small budgets only.
         reqs = self._upload(step.sampled_reqs)
         if step.sampling is None:
@@ -335,11 +349,11 @@ class ModelRunner:
     def _sample(self, logits: Tensor, sampling: SamplingMetadata | None, rows: Tensor) -> Tensor:
         """Each row's token, int64, or -1 where its logits are not finite. It becomes the last one of its request."""
         if sampling is None:
-            token_ids, finite = self._sampling_ops.greedy_tokens(logits)
-        else:
-            sampled = self._sampler(logits, sampling)
-            token_ids, finite = sampled.token_ids, sampled.finite
-        return self._record_tokens(token_ids, finite, rows, self._last_tokens)
+            return self._record(SampledTensors(*self._sampling_ops.greedy_tokens(logits)), rows)
+        return self._record(self._sampler(logits, sampling), rows)
+
+    def _record(self, sampled: SampledTensors, rows: Tensor) -> Tensor:
+        return self._record_tokens(sampled.token_ids, sampled.finite, rows, self._last_tokens)
 
     def memory(self) -> MemoryUse:
         """Bytes held now. Safe from any thread."""

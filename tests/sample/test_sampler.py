@@ -175,6 +175,12 @@ def test_draws_of_steps_ahead_are_those_of_each_step(monkeypatch: pytest.MonkeyP
             assert torch.equal(getattr(tensors, name), getattr(expected, name))
         positions = [position + 1 for position in positions]
         what = rng.random()
+        if what > 0.9:  # without being told
+            metadata = SamplingMetadata(list(rows), list(positions), [()] * len(rows))
+            expected, tensors = SamplingTensors.build(metadata, CPU), ahead.next(CPU)
+            assert (tensors is None) == (expected is None)
+            assert tensors is None or torch.equal(tensors.draws, expected.draws)
+            positions = [position + 1 for position in positions]
         if what < 0.03:
             rows, positions = rng.sample(requests, 4), [rng.randrange(100) for _ in range(4)]
         elif what < 0.05:
