@@ -84,12 +84,22 @@ def resolve_speculation(
             "drafts come from the target's first layers, which were not trained to predict tokens by themselves: few may be "
             "accepted (speculative.model names a model that was)."
         )
-    if resolved.quantization.method == "llm_int8":
+    if (shared := _taken_from_all_tokens(resolved)) is not None:
         notices.append(
-            "quantization.method = 'llm_int8' takes its outlier columns from all tokens of a step: under speculation, with "
-            "drafts among them, logits differ a little from plain decoding's, and greedy tokens may where the two best are close."
+            f"{shared} from all tokens of a step: under speculation, with drafts among them, logits differ a little from plain "
+            "decoding's, and greedy tokens may where the two best are close."
         )
     return resolved, tuple(notices)
+
+
+def _taken_from_all_tokens(resolved: EngineConfig) -> str | None:
+    """What makes a token's result depend on the others of its step."""
+    quantization = resolved.quantization
+    if quantization.method == "llm_int8":
+        return "quantization.method = 'llm_int8' takes its outlier columns"
+    if quantization.method == "fp8" and quantization.granularity == "tensor":
+        return "quantization.granularity = 'tensor' takes the scale of fp8 activations"
+    return None
 
 
 def _where_it_loses(resolved: EngineConfig, cost: DraftCost) -> str:

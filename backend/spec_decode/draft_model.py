@@ -11,6 +11,7 @@ from torch import Tensor
 
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
+from backend.core.block_pool import NULL_BLOCK
 from backend.sample.metadata import copy_to
 from backend.spec_decode.draft_sampling import DraftSampling
 from backend.spec_decode.proposer import DraftChain, DraftOutput, DraftRequest
@@ -69,11 +70,15 @@ class DraftModelProposer:
         self._uploads = HostBuffers(device, num_passes + 1)  # one catches up
         self._texts: dict[str, list[int]] = {}
         self._num_computed: dict[str, int] = {}  # tokens whose keys and values the draft's layers have
+        self._found: dict[str, int] = {}  # of requests that have come since: tokens that the target found computed
+        self._written: set[int] = set()  # blocks whose tokens the draft's layers have computed as well
 
     def begin(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         self._texts[request_id] = list(token_ids)
-        # The last of those may be the last of a draft that was accepted whole, which its model never ran.
-        self._num_computed[request_id] = max(0, num_computed_tokens - 1)
+        if self._draft.shares_cache:
+            self._num_computed[request_id] = max(0, num_computed_tokens - 1)
+        else:
+            self._num_computed[request_id], self._found[request_id] = 0, num_computed_tokens
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         text = self._texts[request_id]
@@ -84,8 +89,38 @@ class DraftModelProposer:
             self._num_computed[request_id] = min(self._num_computed[request_id], len(text) - 1)
 
     def forget(self, request_id: str) -> None:
+        if request_id in self._texts and not self._draft.shares_cache:
+            self._note(request_id)
         self._texts.pop(request_id, None)
         self._num_computed.pop(request_id, None)
+        self._found.pop(request_id, None)
+
+    def _note(self, request_id: str) -> None:
+        """Which of a request's blocks the draft's layers have written whole. What others find in the cache are such blocks, and
+        blocks of steps in which nobody drafted."""
+        blocks, block_size = self._spans.blocks_of(request_id), self._spans.block_size
+        if request_id in self._found:  # nothing was computed: what it has found is as it was
+            self._written.difference_update(blocks[self._found[request_id] // block_size :])
+            return
+        num_whole = self._num_computed[request_id] // block_size
+        self._written.update(blocks[:num_whole])
+        self._written.difference_update(blocks[num_whole:])
+
+    def _look_up(self) -> None:
+        """Of requests that have come, how much of what the target has found computed the draft's layers have as well."""
+        if not self._found:
+            return
+        found, self._found = self._found, {}
+        for request_id in self._texts:
+            if request_id not in found:
+                self._note(request_id)
+        for request_id, num_found in found.items():
+            blocks = self._spans.blocks_of(request_id)[: num_found // self._spans.block_size]
+            missing = (
+                place for place, block in enumerate(blocks) if block != NULL_BLOCK and block not in self._written
+            )
+            num_whole = next(missing, len(blocks))  # the null block stands behind windows
+            self._num_computed[request_id] = num_whole * self._spans.block_size
 
     def follow(self, spans: Mapping[str, tuple[int, int]]) -> None:
         if self._draft.shares_cache:
@@ -112,6 +147,7 @@ class DraftModelProposer:
         return torch.stack(drafted, dim=1)
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftOutput:
+        self._look_up()
         limit = self._draft.max_position_embeddings
         counts = [min(it.max_tokens, max(0, limit + 1 - len(self._texts[it.request_id]))) for it in requests]
         k = max(counts)
@@ -140,6 +176,7 @@ class DraftModelProposer:
 
     def _catch_up(self, ends: Mapping[str, int]) -> None:
         """Compute these requests' tokens up to those places, in as many passes as it takes."""
+        self._look_up()
         while lacking := {key: end for key, end in ends.items() if self._num_computed[key] < end}:
             share = max(1, self._max_num_tokens // len(lacking))
             reached = {key: min(end, self._num_computed[key] + share) for key, end in lacking.items()}

@@ -18,3 +18,12 @@ class Spans(Protocol):
     def block_tables(self, request_ids: Sequence[str], num_tokens: int) -> np.ndarray:
         """See `SpeculativeInputBatch.block_tables`."""
         ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        ...
+
+    def blocks_of(self, request_id: str) -> Sequence[int]:
+        """The ids of a request's blocks in the first KV group."""
+        ...

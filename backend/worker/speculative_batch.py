@@ -221,6 +221,15 @@ class SpeculativeInputBatch(InputBatch):
             sampling=None,
         )
 
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    def blocks_of(self, request_id: str) -> list[int]:
+        """The ids of a request's blocks in the first KV group."""
+        state = self._states[request_id]
+        return self._tables[0][state.row, : state.num_blocks].tolist()
+
     def block_tables(self, request_ids: Sequence[str], num_tokens: int) -> np.ndarray:
         """Of the first KV group, int32 [num_reqs, blocks of so many tokens]; where a request has no block, the null block."""
         tables = self._tables[0][self._rows(request_ids), : -(-num_tokens // self._block_size)]

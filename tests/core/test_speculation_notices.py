@@ -62,5 +62,11 @@ def test_outlier_columns_depend_on_the_drafts_beside_them(method: str | None) ->
     assert ("takes its outlier columns from all tokens of a step" in said) == (method == "llm_int8")
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_a_scale_of_all_activations_depends_on_the_drafts_beside_them(granularity: str) -> None:
+    said = notices(quantization__method="fp8", quantization__granularity=granularity)
+    assert ("takes the scale of fp8 activations from all tokens of a step" in said) == (granularity == "tensor")
+
+
 def test_without_speculation_nothing_is_said() -> None:
     assert notices(speculative__method="none", quantization__method="llm_int8") == ""

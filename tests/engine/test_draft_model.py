@@ -16,7 +16,7 @@ from backend.engine.engine_host import EngineHost
 from backend.errors import ConfigError
 from backend.spec_decode.draft_model import DraftModelProposer
 from backend.spec_decode.proposer import DraftOutput, DraftRequest
-from tests.engine.driving import Answer, answers, config_of, tokens
+from tests.engine.driving import Answer, Pausing, answers, config_of, submit, submit_to, tokens
 from tests.engine.test_equivalence import prompts_of
 from tests.engine.test_samples import samples
 from tests.helpers import dense_greedy, load_oracle, make_tiny_llama, make_tiny_model
@@ -257,3 +257,26 @@ def test_a_block_counts_the_bytes_of_the_draft_s_layers(host: EngineHost, tiny_l
     info = host.load(drafting(tiny_llama, other_llama, cache__num_blocks=20))
     assert info.load["kv_bytes_per_token"] == both > target
     assert info.load["kv_cache_bytes"] == 21 * 16 * both
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_keys_that_nobody_drafted_behind_are_computed_when_they_are_found_again(
+    host: EngineHost, tiny_llama: Path, block_size: int
+) -> None:
+    """The target as its own draft is right but for near ties, as long as its keys and values are whole: also behind a text whose
+    answer was decoded in steps without drafts, and of a request that finds the beginning of one that is still under way."""
+    options = {"cache__block_size": block_size, "cache__num_blocks": 800 // block_size, "speculative__max_batch": 1}
+    host.load(drafting(tiny_llama, tiny_llama, **options))
+    prompts = {"a": list(range(10, 30)), "b": list(range(40, 60))}
+    first = answers(host, prompts, max_tokens=60, ignore_eos=True)
+    assert counts(first)[0] < 60, "beside each other they decode without drafts"
+    again = {"c": [*prompts["a"], *first["a"].token_ids[:50]]}
+    drafted, accepted = counts(answers(host, again, max_tokens=30, ignore_eos=True))
+    assert accepted > 0.9 * drafted > 20
+    host.load(drafting(tiny_llama, tiny_llama, **options | {"speculative__max_batch": None}))
+    going = Pausing()
+    submit_to(going, host, "d", prompts["a"], max_tokens=60, ignore_eos=True)
+    with going.paused():
+        late = submit(host, "e", [*prompts["a"], 7, 8, 9], max_tokens=40, ignore_eos=True)
+    drafted, accepted = counts({"d": going, "e": late})
+    assert accepted > 0.9 * drafted > 60

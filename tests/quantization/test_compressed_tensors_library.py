@@ -93,9 +93,9 @@ def test_transformers_reads_what_we_save(
     logits, loaded = dense_logits(oracle.eval(), IDS), load(output)
     for index, layer in enumerate(oracle.model.layers):
         ours = packed_layers(loaded)[f"layers.{index}.mlp.down"].dequantize()
-        # Dequantizing as it loads, the library multiplies in the float16 of the steps.
-        torch.testing.assert_close(layer.mlp.down_proj.weight, ours, atol=0, rtol=1e-3 if asked else 1e-6)
-    torch.testing.assert_close(paged_logits(loaded.model, IDS), logits, atol=1e-2, rtol=0)
+        torch.testing.assert_close(layer.mlp.down_proj.weight, ours, atol=0, rtol=1e-6)
+    # Far less than the 1e-2 that would do: a model of thirty layers and wide rows adds up many such differences.
+    torch.testing.assert_close(paged_logits(loaded.model, IDS), logits, atol=1e-4, rtol=0)
     assert (logits - dense_logits(folder, IDS)).abs().max() > 5e-2
 
 

@@ -144,7 +144,8 @@ def join_rows(weights: Sequence[PackedWeight]) -> PackedWeight:
 
 def _encode_integers(weight: IntWeight, *, packs: bool) -> dict[str, Tensor]:
     codes, zeros = unpack_words(weight.words, weight.bits, weight.in_features), weight.zero_points
-    tensors = {"weight_scale": weight.scales}
+    # In float32, whatever holds them: the library multiplies in the type of the scales.
+    tensors = {"weight_scale": weight.scales.float()}
     if packs:
         tensors["weight_packed"] = pack_dense(codes, weight.bits)
         tensors["weight_shape"] = torch.tensor(weight.shape)
