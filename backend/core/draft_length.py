@@ -99,6 +99,7 @@ class AdaptiveLength:
         self._num_steps = 0
         self._is_probe = False  # the last step with drafts; and of those for whom else there would have been none:
         self._num_probed = self._num_whole = 0  # who had one, and whose was accepted whole
+        self._num_in_turn = 0  # probes one behind the other
 
     def limits(self, requests: Sequence[Request]) -> list[int]:
         """How many tokens to draft for each of the requests that decode in a step; 0 where drafts cost more than they bring.
@@ -112,8 +113,10 @@ class AdaptiveLength:
         for request, k in zip(requests, limits, strict=True):
             request.draft_length = k
         # A text may have begun to repeat itself: to see that by one step in so many would take it hundreds.
-        goes_on = self._is_probe and 2 * self._num_whole >= self._num_probed > 0
+        goes_on = self._is_probe and 2 * self._num_whole >= self._num_probed > 0 and self._may_pay(len(requests))
+        goes_on = goes_on and self._num_in_turn < PROBE_STEPS
         self._is_probe = (goes_on or self._num_steps % PROBE_STEPS == 0) and not all(limits)
+        self._num_in_turn = self._num_in_turn + 1 if goes_on else 0
         self._num_probed = self._num_whole = 0
         # For all in the same step: they share the passes of a draft model.
         return [max(1, k) for k in limits] if self._is_probe else limits
@@ -152,6 +155,10 @@ class AdaptiveLength:
         if (1 + num_further / batch_size) * (KEPT_SHARE if was_off else 1.0) <= time:
             limits = [0] * batch_size
         return limits
+
+    def _may_pay(self, batch_size: int) -> bool:
+        """Whether drafts of so many requests would be worth it if all were right."""
+        return KEPT_SHARE * max(self._speeds(batch_size, _RESOLUTION, _RESOLUTION)) > 1
 
     def pays_at_first(self) -> bool:
         """Whether a request that is alone is drafted for while nothing is known of it."""

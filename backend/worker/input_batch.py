@@ -175,6 +175,10 @@ class InputBatch:
         blocks = self._entries(token_rows, positions // self._block_size)
         slot_mappings = blocks.astype(np.int64) * self._block_size + positions % self._block_size
         max_num_blocks = -(-int(seq_lens.max()) // self._block_size)
+        if (
+            num_decodes == num_reqs
+        ):  # which may go on by itself, into blocks that speculation has left ahead of the tokens
+            max_num_blocks = max(max_num_blocks, *(states[request_id].num_blocks for request_id in request_ids))
 
         sampled_reqs = np.flatnonzero(seq_lens == self._num_tokens[rows])
         sampled_rows = rows[sampled_reqs]

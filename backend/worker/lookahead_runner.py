@@ -45,8 +45,10 @@ class LookaheadModelRunner(SpeculativeModelRunner):
     def notices(self, max_model_len: int) -> tuple[str, ...]:
         num_tokens, budget = 2 + self.layout.num_nodes, self._config.scheduler.max_num_batched_tokens
         assert budget is not None
+        last = num_tokens - 1
         notices = [
-            f"speculation is off for the last {num_tokens - 1:,} tokens of the context: a window of guesses has no room there."
+            f"speculation turns off for the last {last:,} tokens of the context, once a request has more than "
+            f"{max(0, max_model_len - last):,} of its {max_model_len:,}: a window of guesses has no room there."
         ]
         if budget < num_tokens:
             notices = [

@@ -236,3 +236,31 @@ def test_steps_that_are_passed_over_are_those_that_would_have_no_drafts() -> Non
             skipping.limits(requests)  # as a step does that comes then
         seen.add(has_drafts)
     assert seen == {False, True}
+
+
+@pytest.mark.parametrize(("draft", "device", "of_any"), [(0.9, "cpu", 0.0), (0.3, "cuda", 4.0), (0.0, "cuda", 6.0)])
+def test_drafts_that_are_right_and_do_not_pay_are_probed_now_and_then_only(
+    draft: float, device: str, of_any: float
+) -> None:
+    length, requests = AdaptiveLength(5, DraftCost(draft, device, of_any)), [request_with(None), request_with(None)]
+    num_drafting = 0
+    for _ in range(2000):
+        limits = length.limits(requests)
+        num_drafting += any(limits)
+        for request, k in zip(requests, limits, strict=True):
+            if k:
+                length.learn(request, k, k)
+    assert 2000 / PROBE_STEPS - 2 <= num_drafting <= 2000 / PROBE_STEPS + 10
+
+
+def test_probes_of_which_half_are_right_come_to_an_end() -> None:
+    """One text repeats itself and two do not: as a batch they lose, by what a round costs."""
+    length = AdaptiveLength(5, DraftCost(0.0, SMALL_ON_CUDA, 3.0))
+    requests, num_drafting = [request_with(None) for _ in range(2)], 0
+    for _ in range(3000):
+        limits = length.limits(requests)
+        num_drafting += any(limits)
+        for request, k, is_right in zip(requests, limits, (True, False), strict=True):
+            if k:
+                length.learn(request, k if is_right else 0, k if is_right else 0)
+    assert num_drafting < 0.6 * 3000

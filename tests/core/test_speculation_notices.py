@@ -50,6 +50,26 @@ def test_what_a_round_costs_beside_its_tokens_is_told() -> None:
     assert "switched off" not in notices(round_cost=0.05)
 
 
+@pytest.mark.parametrize(("draft", "round_cost", "k"), [(2.46, 0.0, 5), (0.78, 0.0, 5), (0.0, 4.0, 5), (0.3, 0.5, 1)])
+def test_no_rate_is_named_that_cannot_be(draft: float, round_cost: float, k: int) -> None:
+    """k drafts that are all accepted save k plain steps, and here cost as many even of a single request."""
+    assert round_cost + k * (draft + 0.22) >= k
+    said = notices(draft, round_cost, speculative__num_speculative_tokens=k)
+    assert (
+        f"about {draft + 0.22:.2f} plain steps with one request, {draft + 0.82:.2f} with 16: drafts never pay" in said
+    )
+    assert "more often" not in said
+    assert "It begins switched off." in said
+
+
+def test_drafts_that_pay_with_one_request_only_are_told_apart() -> None:
+    said = notices(0.3)
+    assert "about 0.52 plain steps with one request, 1.12 with 16, where drafts never pay" in said
+    assert "With one request those pay that are accepted more often than 0.52." in said
+    assert "switched off" not in said
+    assert "never" not in notices(0.3, scheduler__max_num_seqs=1)
+
+
 def test_who_turns_that_off_is_told() -> None:
     said = notices(speculative__adaptive=False)
     assert "speculation goes on where it loses: speculative.adaptive is off" in said

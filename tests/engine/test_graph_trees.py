@@ -18,13 +18,15 @@ from backend.spec_decode.heads.head_config import HeadKind
 from backend.spec_decode.heads.target import DenseTarget
 from backend.worker.decoders import ReferenceDecoder
 from backend.worker.model_runner import ModelRunner
-from tests.engine.driving import Answer, config_of, held, submit
+from backend.workload.targets import StreamEvent
+from tests.engine.driving import Answer, Pausing, config_of, held, submit, submit_to
 from tests.engine.few_tokens import GREEDY, PROMPTS
 from tests.engine.heads import (
     KINDS,
     answers_and_rounds,
     before_verification,
     growing,
+    heading,
     load_drafter,
     num_accepted,
     plant_paths,
@@ -243,3 +245,45 @@ def test_sd_5_trees_reach_to_the_end_of_the_context_and_not_beyond(
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a step has been launched op by op")
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_steps_go_on_into_blocks_that_rounds_have_left(
+    graph_host: EngineHost,
+    replays: Counter[str],
+    few_tokens: Path,
+    few_tokens_heads: dict[HeadKind, Path],
+    kind: HeadKind,
+    tree: bool,
+    block_size: int,
+) -> None:
+    """Ahead of their tokens: a request drafts alone, until another comes and nobody does."""
+    load, options = growing if tree else heading, {"cache__block_size": block_size, "speculative__max_batch": 1}
+    graph_host.load(
+        load(few_tokens, kind, few_tokens_heads[kind], **SMALL | {"scheduler__async_scheduling": True} | options)
+    )
+    prompts = {"first": PROMPTS["p16"], "second": PROMPTS["p2"]}
+    expected = {key: dense_greedy(few_tokens, prompt, 70) for key, prompt in prompts.items()}
+    first = _AfterSome(14)
+    submit_to(first, graph_host, "first", prompts["first"], max_tokens=70, ignore_eos=True)
+    with first.paused():
+        second = submit(graph_host, "second", prompts["second"], max_tokens=70, ignore_eos=True)
+    assert (first.finish_reason, second.finish_reason) == ("length", "length")
+    assert {"first": first.token_ids, "second": second.token_ids} == expected
+    assert replays["decode_graphs"] > 30
+
+
+class _AfterSome(Pausing):
+    """Pauses the engine once so many tokens are there."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self._num_tokens = num_tokens
+
+    def take(self, event: StreamEvent) -> None:
+        if len(self.token_ids) < self._num_tokens:
+            Answer.take(self, event)
+        else:
+            super().take(event)
