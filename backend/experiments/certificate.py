@@ -4,8 +4,10 @@ Greedy: the same tokens, prompt by prompt. Where reduction orders may depend on 
 of both tokens lie closer to the best one than a stated bound; it is listed with both tokens and their gap, and the rest of the
 answer is held against plain decoding behind the same text (`backend.experiments.certificate_greedy`). Sampled: samples of a few
 prompts by both, with seeds of their own, are tested for one joint distribution of three tokens. Those are output positions 1 to
-3: the first token comes out of the prompt and is never drafted, the three behind it come from rounds, accepted, recovered and
-bonus alike.
+3: the first token comes out of the prompt and is never drafted, the three behind it come from rounds. Half of the answers of the
+engine that speculates have room for whole drafts behind them, so that the first three tokens of a draft are accepted or recovered
+among them as they are in long answers. The other half end with them: that leaves two tokens to a draft, and to the third place
+the bonus token, which drafts of three never give there. Deeper tokens of a draft are compared in greedy answers only.
 
 An engine that speculates on none of those tokens has shown nothing, nor have samples too few to differ: such a certificate is
 inconclusive. No torch.
@@ -60,7 +62,8 @@ class Verdict:
     result: "exact": nothing speaks against it. "rejected": `reasons` say what does. "inconclusive": `reasons`
         say what was not tested.
     logit_gap_bound: None: equal tokens were demanded bit for bit.
-    origins: of all tokens that speculation gave, and of those that were compared in distribution.
+    origins: of all tokens that speculation gave, in samples up to the last one that was compared, and of those that were
+        compared in distribution.
     """
 
     result: Result
@@ -126,8 +129,11 @@ def certify(
     greedy_questions = [
         Question(prompt, SamplingParams(max_tokens=config.max_tokens, seed=config.seed)) for prompt in prompts
     ]
+    end = FIRST + NUM_TOKENS
+    # What plain decoding gives does not depend on how much room is left behind it.
+    lengths = ((end, end + config.longest_draft), (end,))
     other_answers, answers = (
-        decoder([*greedy_questions, *_sample_questions(config, sampled, num_samples, half)])
+        decoder([*greedy_questions, *_sample_questions(config, sampled, num_samples, half, lengths[half])])
         for half, decoder in enumerate((speculative, plain))
     )
     greedy = [
@@ -140,10 +146,10 @@ def certify(
         for start in range(0, num_samples * len(sampled), num_samples)
     ]
     homogeneity = compare_samples(strata, config.significance)
-    origins = Counter(origin for answer in other_answers for origin in answer.origins)
-    compared = Counter(
-        origin for answer in other_answers[len(prompts) :] for origin in answer.origins[FIRST : FIRST + NUM_TOKENS]
-    )
+    sampled_tokens = [answer.origins[:end] for answer in other_answers[len(prompts) :]]
+    origins = Counter(origin for answer in other_answers[: len(prompts)] for origin in answer.origins)
+    origins.update(origin for tokens in sampled_tokens for origin in tokens)
+    compared = Counter(origin for tokens in sampled_tokens for origin in tokens[FIRST:])
     reasons = [_greedy_reason(each.prompt, each.error) for each in greedy if each.error is not None]
     reasons += [f"sampled tokens: {reason}" for reason in homogeneity.rejections]
     result: Result = "rejected" if reasons else "exact"
@@ -183,17 +189,30 @@ def _num_drafted(origins: Mapping[str, int]) -> int:
 
 
 def _sample_questions(
-    config: CertificateConfig, prompts: Sequence[tuple[int, ...]], num_samples: int, half: int
+    config: CertificateConfig,
+    prompts: Sequence[tuple[int, ...]],
+    num_samples: int,
+    half: int,
+    lengths: Sequence[int],
 ) -> list[Question]:
-    """Of one decoder: every answer has a seed that no other answer has, of this decoder or of the other one."""
+    """Of one decoder: every answer has a seed that no other answer has, of this decoder or of the other one.
+
+    Args:
+        num_samples: of each prompt.
+        half: 0 or 1, which decoder it is.
+        lengths: most tokens of an answer, each of an equal share of a prompt's samples.
+    """
+    shares = [num_samples // len(lengths)] * len(lengths)
+    shares[-1] += num_samples % len(lengths)
     questions = []
     for prompt in prompts:
-        for start in range(0, num_samples, MAX_SAMPLES):
-            seed = config.seed + 1 + 2 * len(questions) + half
-            sampling = config.sampling.model_copy(
-                update={"n": min(MAX_SAMPLES, num_samples - start), "seed": seed, "max_tokens": FIRST + NUM_TOKENS}
-            )
-            questions.append(Question(prompt, sampling))
+        for max_tokens, share in zip(lengths, shares, strict=True):
+            for start in range(0, share, MAX_SAMPLES):
+                seed = config.seed + 1 + 2 * len(questions) + half
+                sampling = config.sampling.model_copy(
+                    update={"n": min(MAX_SAMPLES, share - start), "seed": seed, "max_tokens": max_tokens}
+                )
+                questions.append(Question(prompt, sampling))
     return questions
 
 

@@ -127,7 +127,9 @@ DEFINITIONS: dict[str, MetricDefinition] = {
     "mean_acceptance_length": MetricDefinition(
         "Mean acceptance length",
         "tok",
-        "1 + accepted tokens / rounds, the bonus token included; nothing without speculation.",
+        "1 + accepted tokens / rounds; nothing without speculation. Accepted tokens are those delivered. The 1 is the token "
+        "that the model itself adds to each round, recovered or bonus. It counts even where a stop token or stop text ends a "
+        "request before it: at most once a request.",
     ),
     "peak_memory_bytes": MetricDefinition(
         "Peak memory",

@@ -141,7 +141,11 @@ def draft_acceptance_rate(requests: Iterable[RequestStats]) -> float | None:
 
 
 def mean_acceptance_length(requests: Iterable[RequestStats]) -> float | None:
-    """1 + accepted tokens / rounds; None where there was no round."""
+    """1 + accepted tokens / rounds; None where there was no round.
+
+    The 1 is the target's own token of a round. A round that ends its request counts it even where a stop came before it, since
+    a request's record does not say how many tokens its rounds delivered: at most one token a request too many.
+    """
     speculated = [it for it in requests if it.num_rounds]
     num_rounds = sum(it.num_rounds or 0 for it in speculated)
     return 1 + sum(it.num_accepted_tokens or 0 for it in speculated) / num_rounds if num_rounds else None

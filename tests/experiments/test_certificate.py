@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
@@ -79,6 +80,15 @@ def decide(plain: Any, speculative: Any, bound: float | None = 1e-3, **settings:
     )
 
 
+def num_by_length(questions: Sequence[Question], prompt: tuple[int, ...]) -> dict[int, int]:
+    """Answers to a prompt by the most tokens they may have."""
+    found: Counter[int] = Counter()
+    for question in questions:
+        if question.token_ids == prompt:
+            found[question.sampling.max_tokens] += question.sampling.n
+    return dict(found)
+
+
 # The verdict
 
 
@@ -95,8 +105,10 @@ def test_the_same_distribution_is_exact_and_every_answer_has_a_seed_of_its_own()
     sampled = [question for question in plain.questions if question.sampling.temperature > 0]
     assert sum(question.sampling.n for question in sampled) == 2000
     assert {question.token_ids for question in sampled} == {(0, 1), (2, 3)}
-    assert {question.sampling.max_tokens for question in sampled} == {4}
     others = [question for question in speculative.questions if question.sampling.temperature > 0]
+    # Where drafts are verified half of the answers have room for a whole one of five behind the last compared token.
+    for prompt in PROMPTS[:2]:
+        assert [num_by_length(asked, prompt) for asked in (sampled, others)] == [{4: 1000}, {4: 500, 9: 500}]
     seeds = [
         question.sampling.sample(index).seed for question in sampled + others for index in range(question.sampling.n)
     ]
@@ -117,9 +129,26 @@ def test_what_has_drafted_nothing_is_inconclusive() -> None:
     assert decide(Fake(probs()), Fake(probs(), "recovered")).result == "exact"
 
 
+def test_what_comes_behind_the_compared_tokens_is_no_part_of_a_verdict() -> None:
+    """Drafted tokens there do not make a certificate of one whose compared tokens are plain."""
+
+    @dataclass
+    class Late(Fake):
+        def _answer(self, question: Question, index: int) -> Answer:
+            answer = Fake._answer(self, question, index)
+            if question.sampling.temperature == 0:
+                return answer
+            return Answer(answer.token_ids, ("plain",) * 4 + answer.origins[4:])
+
+    verdict = decide(Fake(probs()), Late(probs(), "accepted"))
+    assert verdict.result == "inconclusive"
+    assert verdict.reasons == ["none of the tokens that were compared in distribution had been drafted"]
+    assert verdict.origins == {"plain": 3 + 4 * 2000, "accepted": 3 * 8}
+
+
 def test_samples_too_few_to_be_compared_are_inconclusive() -> None:
     """Even of an engine that is wrong: everything lies in one cell then."""
-    verdict = decide(Fake(probs()), Fake(probs(bias=0.9), "accepted"), num_samples=20)
+    verdict = decide(Fake(probs()), Fake(probs(bias=0.3), "accepted"), num_samples=20)
     assert verdict.sampled.degrees_of_freedom == 0
     assert (verdict.result, len(verdict.reasons)) == ("inconclusive", 1)
     assert "20 samples are too few" in verdict.reasons[0]
@@ -339,6 +368,19 @@ def test_plain_decoding_has_the_same_engine_without_speculation() -> None:
     with pytest.raises(ConfigError, match=r"set speculative\.method"):
         _ = CertificateConfig().plain_engine
     assert CertificateConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("method", "tree", "num_speculative_tokens", "longest"),
+    [("ngram", False, 7, 7), ("medusa", False, 4, 4), ("medusa", True, 2, 2), ("medusa", True, 32, 3)],
+)
+def test_the_longest_draft_is_that_of_the_deepest_path(
+    method: str, tree: bool, num_speculative_tokens: int, longest: int
+) -> None:
+    """The tree for Medusa heads has three levels, or the first of them."""
+    settings = {"method": method, "tree": tree, "num_speculative_tokens": num_speculative_tokens}
+    engine = EngineConfig().with_overrides({f"speculative.{name}": value for name, value in settings.items()})
+    assert CertificateConfig(engine=engine).longest_draft == longest
 
 
 @pytest.mark.parametrize(

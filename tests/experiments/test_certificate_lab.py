@@ -22,6 +22,7 @@ from backend.experiments.certificate_lab import answer_questions, run_lab
 from backend.experiments.certificate_teacher import PlainTeacher
 from backend.metrics.stats import Phase, RunEnd, RunStart
 from backend.sample.rejection_sampler import RejectionSampler, VerifiedRound
+from backend.sample.speculative_sampling import SpeculativeSampling
 from backend.sampling_params import SamplingParams
 from tests.engine.heads import let_draft_only_where_graphs_do
 from tests.helpers import dense_greedy, dense_logits, make_tiny_llama
@@ -40,12 +41,12 @@ def engines() -> Iterator[tuple[LLMEngine, LLMEngine]]:
         engine.executor.shutdown()
 
 
-def certify_engines(plain: LLMEngine, speculative: LLMEngine, **settings: Any) -> Verdict:
+def certify_engines(plain: LLMEngine, speculative: LLMEngine, asked: EngineConfig = NGRAM, **settings: Any) -> Verdict:
     """The prompt holds every token of the vocabulary, so that whatever is sampled has been there and something is drafted."""
     generator = torch.Generator().manual_seed(0)
     prompt = tuple(torch.randperm(512, generator=generator).tolist())
     config = CertificateConfig.from_dict(
-        {"engine": NGRAM.to_dict(), "num_samples": 256, "max_tokens": 12, "top_k": 8} | settings
+        {"engine": asked.to_dict(), "num_samples": 256, "max_tokens": 12, "top_k": 8} | settings
     )
     return certify(
         config,
@@ -81,6 +82,37 @@ def test_an_engine_whose_sampler_accepts_everything_is_rejected(
     verdict = certify_engines(*engines)
     assert verdict.result == "rejected"
     assert [reason.split(":")[0] for reason in verdict.reasons][:2] == ["prompt 0", "sampled tokens"]
+
+
+def test_an_engine_whose_sampler_accepts_everything_from_the_third_drafted_token_on_is_rejected(
+    engines: tuple[LLMEngine, LLMEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafts are of the target's first layer, which a third token of one seldom agrees with although it gets that far."""
+    build, widths = SpeculativeSampling.build, set()
+
+    def accept_late(*inputs: Any) -> SpeculativeSampling | None:
+        sampling = build(*inputs)
+        if sampling is None or not sampling.samples:
+            return sampling
+        draws = sampling.accept_draws.clone()
+        widths.add(draws.shape[1])
+        draws[:, 2:] = -1.0
+        return replace(sampling, accept_draws=draws)
+
+    drafting = EngineConfig().with_overrides(ALWAYS | {"speculative.method": "draft_model"})
+    settings = {"model.name": "dummy:tiny", "scheduler.max_num_seqs": 64}
+    speculative = load_engine(drafting.with_overrides(settings), lambda phase: None).engine
+    try:
+        right = certify_engines(engines[0], speculative, drafting, num_samples=512, top_k=2)
+        monkeypatch.setattr(SpeculativeSampling, "build", staticmethod(accept_late))
+        wrong = certify_engines(engines[0], speculative, drafting, num_samples=512, top_k=2)
+    finally:
+        speculative.executor.shutdown()
+    assert (right.result, wrong.result) == ("exact", "rejected")
+    assert max(widths) == 5
+    # Nothing else is wrong with it.
+    assert [reason.split(":")[0] for reason in wrong.reasons] == ["sampled tokens"]
+    assert right.sampled_origins.keys() == {"accepted", "recovered", "bonus", "plain"}
 
 
 def test_answers_are_the_same_in_any_company(engines: tuple[LLMEngine, LLMEngine]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from queue import SimpleQueue
-from typing import Any
 
 import pytest
 
@@ -40,11 +39,22 @@ def test_mb_2_a_delivery_of_several_tokens_is_one_gap_and_counts_by_its_ids() ->
 
 
 def test_rates_are_of_all_rounds_together() -> None:
-    """Requests that drafted nothing, and runs without speculation, are in no denominator."""
-    counts: list[Any] = [(4, 17, 9), (1, 3, 3), (0, 0, 0)]
-    requests = [flown((1, 1), (2, 1), speculation=SpeculationCounts(*each)) for each in counts]
+    """Requests that drafted nothing, and runs without speculation, are in no denominator.
+
+    By hand, drafted and delivered tokens of each round: a request is stopped at the third of four accepted tokens, so that of
+    its last round only those before it are delivered, and its bonus token is cut off; another is stopped at its bonus token.
+    """
+    drafted = [[5, 5, 2, 5], [3], []]
+    delivered = [[5 + 1, 0 + 1, 2 + 1, 2], [3], []]
+    accepted = [[5, 0, 2, 2], [3], []]
+    num_cut_off = 2
+    requests = [
+        flown((1, 1), (2, 1), speculation=SpeculationCounts(len(of_one), sum(of_one), sum(accepted[index])))
+        for index, of_one in enumerate(drafted)
+    ]
     summary = summarize([*requests, flown((1, 1))], slo_limits={})
-    assert summary.draft_acceptance_rate == pytest.approx(12 / 20)
+    assert summary.draft_acceptance_rate == pytest.approx((5 + 0 + 2 + 2 + 3) / (5 + 5 + 2 + 5 + 3))
+    assert summary.mean_acceptance_length == pytest.approx((sum(map(sum, delivered)) + num_cut_off) / 5)
     assert summary.mean_acceptance_length == pytest.approx(1 + 12 / 5)
     for others in (requests[2:], [flown((1, 1))]):
         nothing = summarize(others, slo_limits={})
