@@ -76,6 +76,8 @@ def generate(
             terminal.write_document(out, mark | _document(token_ids, samples, sampling))
     for stats in samples:
         _say_metrics(stats)
+        if config.speculative.method != "none":
+            _say_speculation(stats)
 
 
 def _check_text(prompt: str) -> None:
@@ -93,7 +95,7 @@ def _load(host: EngineHost, config: EngineConfig) -> None:
 
     with terminal.Status() as status:
         ensure_model(config.model.name, progress(status))
-        info = host.load(config, lambda phase: status.show(phase.name, formatting.phase_text(phase)))
+        info = host.load(config, status.show_phase)
     for notice in info.notices:
         terminal.note(f"note: {notice}")
 
@@ -193,3 +195,16 @@ def _say_metrics(stats: RequestStats) -> None:
     no_text = "; this model has no text, --json gives the ids" if stats.token_ids and not stats.text else ""
     tokens = formatting.count(stats.num_output_tokens)
     terminal.note(f"{tokens} tokens, {', '.join(figures)}, ended by {stats.finish_reason}{no_text}")
+
+
+def _say_speculation(stats: RequestStats) -> None:
+    if not stats.num_rounds:
+        terminal.note("speculation: no round")
+        return
+    metrics = _metrics(stats)
+    terminal.note(
+        f"speculation: {formatting.count(stats.num_rounds)} round{'' if stats.num_rounds == 1 else 's'}, "
+        f"{formatting.count(stats.num_draft_tokens)} drafted, {formatting.count(stats.num_accepted_tokens)} accepted "
+        f"({formatting.percent(metrics['draft_acceptance_rate'])}), "
+        f"{formatting.number(metrics['mean_acceptance_length'])} tokens a round"
+    )

@@ -36,10 +36,10 @@ def services(store: bool) -> Iterator[Services]:
         yield services
 
 
-def _by_variant(live: LiveSnapshot) -> tuple[str, str]:
-    # Without a terminal a topic has one line: what is done of a variant, and how much, comes behind its name.
+def _by_variant(live: LiveSnapshot) -> tuple[str, str, None]:
+    # Without a terminal a variant has one line: it has many phases, each of which is soon over.
     name = live.phase.name
-    return (name.rpartition(": ")[0] or name).rstrip(","), formatting.phase_text(live.phase)
+    return (name.rpartition(": ")[0] or name).rstrip(","), formatting.phase_text(live.phase), None
 
 
 def wait(
@@ -47,12 +47,12 @@ def wait(
     run_id: int,
     interruption: terminal.Interruption,
     status: terminal.Status,
-    show: Callable[[LiveSnapshot], tuple[str, str]] = _by_variant,
+    show: Callable[[LiveSnapshot], tuple[str, str, float | None]] = _by_variant,
 ) -> RunEnd:
     """Until the run has ended; a signal cancels it.
 
     Args:
-        show: what is under way -> the topic and the text of the status line.
+        show: what is under way -> the topic of the status line, its text, and the share of it that is done.
     """
     cancelled = False
     while (end := services.queue.wait(run_id, timeout=_POLL_S)) is None:

@@ -118,6 +118,6 @@ def progress(status: terminal.Status) -> Callable[[str, float, float, str], None
     from backend.metrics.stats import Phase
 
     def on_progress(what: str, done: float, total: float, unit: str) -> None:
-        status.show(what, formatting.phase_text(Phase(what, done, total, unit)))
+        status.show_phase(Phase(what, done, total, unit))
 
     return on_progress

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
-from app import cli_quality_saturation, cli_quality_tables, formatting, terminal
+from app import cli_quality_saturation, cli_quality_tables, terminal
 from app.cli_models import progress
 from app.cli_options import ConfigSetOption, JsonOption
 from app.settings_input import engine_config
@@ -210,10 +210,7 @@ def _ask(config: EngineConfig, other: EngineConfig | None, status: terminal.Stat
 
     asked = load_questions()
     configs = {"model": config} | ({"reference": other} if other else {})
-    answers = {
-        name: ask(each, asked, lambda phase: status.show(phase.name, formatting.phase_text(phase)))
-        for name, each in configs.items()
-    }
+    answers = {name: ask(each, asked, status.show_phase) for name, each in configs.items()}
     matches = {name: exact_match(given) for name, given in answers.items()}
     document = {
         "exact_match": {"reference": None, **matches, "num_questions": len(asked)},

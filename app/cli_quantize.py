@@ -96,6 +96,7 @@ def quantize(
         configure_cpu_environment()
         import torch
 
+        from backend.metrics.stats import Phase
         from backend.models.sources import ensure_model
         from backend.quantization.calibration import DEFAULT_TEXT, cut_windows, read_texts
         from backend.quantization.quantize_model import grid_settings, quantize_model
@@ -128,7 +129,7 @@ def quantize(
                     cut_windows(token_ids, windows, window_length, seed),
                     work,
                     device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-                    on_progress=lambda done, total: status.show("quantizing", f"quantizing: {done} of {total} layers"),
+                    on_progress=lambda done, total: status.show_phase(Phase("quantizing", done, total, "layers")),
                 )
             except (KeyboardInterrupt, ServeLabError) as end:
                 interrupted, done = isinstance(end, KeyboardInterrupt), len(work.finished)

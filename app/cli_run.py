@@ -82,7 +82,7 @@ def _run_once(
     run_id = start_run(services, config, workload, label)
     terminal.note(f"run {formatting.run_name(run_id, label)}")
     with terminal.Status() as status:
-        end = cli_labs.wait(services, run_id, interruption, status, lambda live: (live.phase.name, _progress(live)))
+        end = cli_labs.wait(services, run_id, interruption, status, _by_phase)
     live = services.queue.live(run_id)
     for notice in live.notices if live else ():
         terminal.note(f"note: {notice}")
@@ -90,11 +90,11 @@ def _run_once(
     return _EndedRun(run_id, end.status, summary, _problem(run_id, end) or services.recording_error(run_id))
 
 
-def _progress(live: LiveSnapshot) -> str:
+def _by_phase(live: LiveSnapshot) -> tuple[str, str, float | None]:
     text = formatting.phase_text(live.phase)
-    if live.output_tok_s is None:
-        return text
-    return f"{text}, {formatting.metric('output_throughput_tok_s', live.output_tok_s)}"
+    if live.output_tok_s is not None:
+        text += f", {formatting.metric('output_throughput_tok_s', live.output_tok_s)}"
+    return live.phase.name, text, terminal.share_of(live.phase)
 
 
 def _problem(run_id: int, end: RunEnd) -> str | None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _TABLE_ROWS = 50
 _MAX_LIMIT = 10**9
+_ROW_NAMES = {"rounds": "rounds of speculation", "kernels": "kernel results", "quantization": "quantization results"}
 
 runs = typer.Typer(help="List, show and delete stored runs; read their step ledgers.", no_args_is_help=True)
 runs.command()(ledger)
@@ -184,12 +185,16 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
 ) -> None:
     """Write stored runs to a file."""
-    from app.run_export import export_stored_runs
+    from app.run_export import export_stored_runs, runs_without
 
     # Within `results` the device named /dev/stdout is stderr.
     file = None if output in ("-", "/dev/stdout") else OutputFile.find(output, force=force)
     with terminal.results() as out, _services() as services:
-        data = export_stored_runs(services, run_ids(names), file_format, table)
+        ids = run_ids(names)
+        data = export_stored_runs(services, ids, file_format, table)
+        if table and (empty := runs_without(services, ids, table)):
+            named = ", ".join(f"#{run_id}" for run_id in empty)
+            terminal.note(f"note: no {_ROW_NAMES.get(table, table)} in {'runs' if len(empty) > 1 else 'run'} {named}")
         if file is None:
             out.buffer.write(data)
             return

@@ -15,6 +15,7 @@ from backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from backend.experiments.certificate import Verdict
+    from backend.experiments.certificate_config import CertificateConfig
     from backend.metrics.live import LiveSnapshot
     from db.run_rows import Run
 
@@ -82,6 +83,7 @@ def verify(
         run_id = start_certificate_run(services, config, label)
         if not no_store:
             terminal.note(f"run {formatting.run_name(run_id, label)}")
+        terminal.note(_extent(config))
         with terminal.Status() as status:
             end = cli_labs.wait(services, run_id, interruption, status, _by_engine)
         run, verdict = services.repository.get_all([run_id])[0], stored_verdict(services, run_id)
@@ -95,8 +97,24 @@ def verify(
         cli_labs.exit_unless_finished(services, run_id, end, interruption)
 
 
-def _by_engine(live: LiveSnapshot) -> tuple[str, str]:
-    return live.phase.name, formatting.phase_text(live.phase)
+def _by_engine(live: LiveSnapshot) -> tuple[str, str, float | None]:
+    return live.phase.name, formatting.phase_text(live.phase), terminal.share_of(live.phase)
+
+
+def _extent(config: CertificateConfig) -> str:
+    """What is to be answered, for who wonders how long that takes."""
+    from backend.experiments.certificate_lab import read_prompts
+
+    num_prompts = len(read_prompts(config))
+    num_sampled = min(num_prompts, config.num_sampled_prompts)
+    return (
+        f"each of two engines, plain and speculative, gives a greedy answer of up to {config.max_tokens:,} tokens to "
+        f"{_counted(num_prompts, 'prompt')}, and {config.num_samples:,} samples in all of {_counted(num_sampled, 'prompt')}"
+    )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _document(run: Run, verdict: Verdict | None, store: bool) -> dict[str, Any]:

@@ -35,6 +35,28 @@ def export_stored_runs(
     )
 
 
+def runs_without(services: Services, run_ids: Sequence[int], table: Table) -> list[int]:
+    """Those of the runs, in their order, that have no row of the table. Raises `DatabaseError` as `export_stored_runs`."""
+    repository = services.repository
+
+    def has_rows(run_id: int) -> bool:
+        match table:
+            case "requests":
+                return bool(repository.request_times(run_id))
+            case "steps":
+                return bool(repository.step_times(run_id))
+            case "rounds":
+                return any(True for _ in _rounds(services, run_id))
+            case "kernels":
+                return bool(repository.kernel_results(run_id))
+            case "quantization":
+                return bool(repository.quantization_results(run_id))
+            case "runs":
+                return True
+
+    return [run_id for run_id in dict.fromkeys(run_ids) if not has_rows(run_id)]
+
+
 def _rounds(services: Services, run_id: int) -> Iterator[Row]:
     """A run's rounds in the order of its steps, a chunk of its ledger at a time."""
     warmup = {row["request_id"]: row["warmup"] for row in services.repository.request_times(run_id)}

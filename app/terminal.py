@@ -10,16 +10,22 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
+from app import formatting
 from backend.errors import ServeLabError
 
+if TYPE_CHECKING:
+    from backend.metrics.stats import Phase
+
 PLAIN_WIDTH = 200  # columns of a table that goes into a file or a pipe, where nothing wraps
+_SECONDS_BETWEEN_LINES = 1.0  # of a status without a terminal: what is quick has no tenths
 
 
 def open_closed_streams() -> None:
@@ -146,11 +152,13 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: st
 
 
 class Status:
-    """What is going on, on stderr: one line that changes on a terminal, otherwise a line each time the topic does."""
+    """What is going on, on stderr: one line that changes on a terminal, otherwise one for each topic and tenth of it."""
 
     def __init__(self) -> None:
         self._stream: TextIO = sys.stderr
         self._topic: str | None = None
+        self._tenths = 0  # of the topic, that were done when the last line was written
+        self._written_at = 0.0
         self._live: Any = None
 
     def __enter__(self) -> Status:
@@ -163,21 +171,46 @@ class Status:
             self._live.start()
         return self
 
-    def show(self, topic: str, text: str | None = None) -> None:
-        """Say `text` (by default the topic). Without a terminal only a new topic is printed."""
+    def show(self, topic: str, text: str | None = None, share: float | None = None) -> None:
+        """Say `text` (by default the topic).
+
+        Without a terminal a new topic is printed, and the text of one that goes on at each further tenth of it, but no more
+        often than once a second.
+
+        Args:
+            share: of the topic that is done, 0 to 1; None where that cannot be told.
+        """
+        tenths = int(10 * (share or 0) + 1e-9)
         if self._live is not None:
             from rich.text import Text
 
             self._live.update(Text(text or topic), refresh=True)
         elif topic != self._topic:
-            self._stream.write(f"{topic}\n")
-            self._stream.flush()
+            self._write(topic, tenths)
+        elif tenths < self._tenths:
+            self._tenths = tenths  # the topic has begun again
+        elif tenths > self._tenths and time.monotonic() - self._written_at >= _SECONDS_BETWEEN_LINES:
+            self._write(text or topic, tenths)
         self._topic = topic
+
+    def show_phase(self, phase: Phase) -> None:
+        """`show` what a phase says of itself, its name being the topic."""
+        self.show(phase.name, formatting.phase_text(phase), share_of(phase))
+
+    def _write(self, line: str, tenths: int) -> None:
+        self._stream.write(f"{line}\n")
+        self._stream.flush()
+        self._tenths, self._written_at = tenths, time.monotonic()
 
     def __exit__(self, *exception: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def share_of(phase: Phase) -> float | None:
+    """How much of a phase is done, 0 to 1; None where it does not tell."""
+    return phase.done / phase.total if phase.done is not None and phase.total else None
 
 
 class Interruption:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from backend.errors import ConfigError
 from backend.settings import Section, Settings
 from backend.speculative_settings import SpeculativeSettings
 
@@ -141,6 +142,17 @@ class QuantizationSettings(Section):
         (), strict=False, description="Patterns of layers to leave as they are, as in model.layers.0.* or *.down_proj."
     )
 
+    @field_validator("method", mode="before")
+    @classmethod
+    def _is_not_calibrated(cls, value: Any) -> Any:
+        """Some methods of checkpoints are none of loading."""
+        if value in ("gptq", "awq"):
+            raise ValueError(
+                f"{value!r} needs calibration, for which loading a model has no text: "
+                f"`servelab quantize MODEL --method {value} --name NAME` makes such a model, called NAME"
+            )
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _forget_what_is_no_more(cls, data: Any) -> Any:
@@ -198,8 +210,12 @@ class EngineConfig(Settings):
         Args:
             device: where the model runs.
             max_model_len: the model's own context, in tokens.
+        Raises:
+            ConfigError: Triton's kernels are to run on the CPU, and its interpreter is not switched on.
         """
         on_cuda = device == "cuda"
+        if self.kernels.backend == "triton" and not on_cuda and not _interprets_triton():
+            raise ConfigError("kernels.backend = 'triton' needs a CUDA device; allowed on a CPU: 'auto', 'reference'")
         dtype = self.model.dtype if self.model.dtype != "auto" else ("bfloat16" if on_cuda else "float32")
         length = min(self.model.max_model_len or max_model_len, max_model_len)
         backend = self.kernels.backend if self.kernels.backend != "auto" else ("triton" if on_cuda else "reference")
@@ -217,6 +233,11 @@ class EngineConfig(Settings):
                 "kernels.enforce_eager": self.kernels.enforce_eager or backend == "reference",
             }
         )
+
+
+def _interprets_triton() -> bool:
+    """Whether Triton, which reads this variable itself, runs kernels without a GPU: slowly, to test them."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
 
 
 def default_cpu_threads() -> int:

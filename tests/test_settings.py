@@ -51,6 +51,16 @@ CASES: list[tuple[type[Settings], str, Any, str]] = [
         "int3",
         "quantization.method = 'int3' is not supported; allowed: 'int8', 'int4', 'nf4', 'fp8', 'w8a8_int8' or 'llm",
     ),
+    *(
+        (
+            EngineConfig,
+            "quantization.method",
+            method,
+            f"quantization.method: '{method}' needs calibration, for which loading a model has no text: `servelab quantize "
+            f"MODEL --method {method} --name NAME`",
+        )
+        for method in ("gptq", "awq")
+    ),
     (
         EngineConfig,
         "quantization",
@@ -214,3 +224,16 @@ def test_resolving_fills_in_what_depends_on_the_device() -> None:
     asked = EngineConfig().with_overrides({"scheduler.max_num_seqs": 3, "model.max_model_len": 100})
     resolved = asked.resolve(device="cuda", max_model_len=8192)
     assert (resolved.scheduler.max_num_seqs, resolved.model.max_model_len) == (3, 100)
+
+
+def test_kernels_of_triton_are_refused_on_a_cpu_unless_they_are_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = EngineConfig().with_overrides({"kernels.backend": "triton"})
+    assert asked.resolve(device="cuda", max_model_len=8192).kernels.backend == "triton"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert asked.resolve(device="cpu", max_model_len=8192).kernels.backend == "triton"
+    for value in ("0", ""):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        with pytest.raises(
+            ConfigError, match=r"kernels\.backend = 'triton' needs a CUDA device; allowed on a CPU: 'auto', 'ref"
+        ):
+            asked.resolve(device="cpu", max_model_len=8192)

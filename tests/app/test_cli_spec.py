@@ -90,7 +90,11 @@ def test_one_document_and_a_run(cli: Cli, arguments: list[str]) -> None:
     assert code == (0 if verdict["result"] == "exact" else 1)
     assert (document["run_id"], document["status"], document["model"]) == (1, "finished", "dummy:tiny")
     assert (verdict["sampled"]["num_samples"], len(verdict["greedy"])) == (64, 1)
-    assert err.splitlines()[0] == "run #1 first"
+    assert err.splitlines()[:2] == [
+        "run #1 first",
+        "each of two engines, plain and speculative, gives a greedy answer of up to 8 tokens to 1 prompt, and 64 samples in all "
+        "of 1 prompt",
+    ]
     with Services.open() as services:
         (run,) = services.repository.list(kind="certificate")
         stored = stored_verdict(services, 1)

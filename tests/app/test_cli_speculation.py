@@ -55,6 +55,30 @@ def test_generate_tells_how_drafts_fared(capsys: pytest.CaptureFixture[str], cir
     assert plain["metrics"]["draft_acceptance_rate"] is None
 
 
+def test_generate_says_in_a_line_how_drafts_fared(capsys: pytest.CaptureFixture[str], circling: Path) -> None:
+    """Of 48 tokens seven rounds of five drafts, all right; of 4, in which nothing comes again, none; and plainly no line."""
+
+    def said(max_tokens: str, *settings: str) -> list[str]:
+        arguments = ["generate", "a", "--raw", "--model", str(circling), "--max-tokens", max_tokens, *settings]
+        assert main(arguments) == 0
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("speculation:")]
+
+    assert said("48", *NGRAM) == ["speculation: 7 rounds, 35 drafted, 35 accepted (100.0 %), 6.00 tokens a round"]
+    assert said("4", *NGRAM) == ["speculation: no round"]
+    assert said("48", *PLAIN) == []
+
+
+def test_where_lookahead_ends_is_told_with_the_length_of_the_context(
+    capsys: pytest.CaptureFixture[str], circling: Path
+) -> None:
+    """A step of a window has a token, a draft and 12 guesses: with 43 tokens of 56 there is still room."""
+    settings = ["speculative.method=lookahead", "speculative.lookahead_window=4", "speculative.lookahead_ngram=4"]
+    flags = [part for line in (*settings, "model.max_model_len=56") for part in ("--set", line)]
+    assert main(["generate", "a", "--raw", "--model", str(circling), "--max-tokens", "2", *PLAIN, *flags]) == 0
+    said = capsys.readouterr().err
+    assert "turns off for the last 13 tokens of the context, once a request has more than 43 of its 56" in said
+
+
 def test_a_run_stores_its_rounds_and_what_they_come_to(
     capsys: pytest.CaptureFixture[str], circling: Path, tmp_path: Path
 ) -> None:
@@ -129,6 +153,30 @@ def test_rounds_are_exported_as_the_ledger_has_them(capsys: pytest.CaptureFixtur
     assert exported(capsys, "json", str(plain), "--table", "rounds") == []
     assert main(["export", str(plain), "--table", "rounds", "--format", "csv", "-o", "-"]) == 0
     assert capsys.readouterr().out.strip().split(",") == list(cells[0])
+
+
+def test_a_table_without_rows_is_said_and_written(
+    capsys: pytest.CaptureFixture[str], services: FakeServices, tmp_path: Path
+) -> None:
+    plain, _ = add_plain_run(services)
+    speculative, _ = add_speculation_run(services)
+    other, _ = add_plain_run(services)
+
+    def said(table: str, *run_ids: int) -> list[str]:
+        output = tmp_path / "-".join(map(str, (table, *run_ids)))
+        command = ["export", *map(str, run_ids), "--table", table, "--format", "csv", "-o", str(output)]
+        assert main(command) == 0
+        assert output.read_text().startswith("run_id,")
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+
+    assert said("rounds", plain) == [f"note: no rounds of speculation in run #{plain}"]
+    assert said("rounds", plain, speculative, other) == [
+        f"note: no rounds of speculation in runs #{plain}, #{other}",
+    ]
+    assert said("quantization", plain) == [f"note: no quantization results in run #{plain}"]
+    assert said("kernels", plain) == [f"note: no kernel results in run #{plain}"]
+    for table in ("rounds", "requests", "steps", "runs"):
+        assert said(table, speculative) == [], table
 
 
 def test_a_damaged_ledger_is_named_with_its_run(capsys: pytest.CaptureFixture[str], services: FakeServices) -> None:
