@@ -12,7 +12,7 @@ among each other, as those of awq, are taken out first (`unfolded_layers`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -114,12 +114,16 @@ def scan_sensitivity(
     *,
     window: int = 1024,
     max_tokens: int | None = None,
+    on_part: Callable[[Sensitivity], None] = lambda part: None,
     on_progress: ProgressCallback = lambda *_: None,
 ) -> list[Sensitivity]:
     """The quality of the reference with one part quantized, for each part, then for all of them together.
 
     Over the first window of the text, as each part is a pass of the whole model. The head stays the reference's. Raises as
     `measure_layer_errors`.
+
+    Args:
+        on_part: gets each part at once.
     """
     import torch
 
@@ -141,6 +145,7 @@ def scan_sensitivity(
                 hidden = runner.run(read[:-1], caches)
             scores = list(score([runner, runner], [hidden, plain], read[1:]))
             measured.append(Sensitivity(name, len(members), summarize(torch.cat(scores, dim=1))))
+            on_part(measured[-1])
     on_progress("scanning", len(parts), len(parts))
     return measured
 

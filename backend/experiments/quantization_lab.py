@@ -3,7 +3,8 @@
 Of each variant: bits per weight and bytes, perplexity and divergence from the reference on a text, the error of each layer's
 output, and tokens per second. A variant whose products are emulated has no speed. Or, by `experiment`, what parts of its
 layers cost alone, or how far the values in it reach. What fails is a result too, and the others go on; results are handed on
-one by one, so that nothing of a cancelled run is lost. No torch at module level.
+one by one, the parts of a scan among them, so that a run that is ended loses what it is measuring and nothing before it. No
+torch at module level.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def check_lab(config: QuantizationLabConfig) -> None:
 def run_lab(config: QuantizationLabConfig, sink: StatsSink, on_result: OnResult, cancel: threading.Event) -> RunEnd:
     """Measure every variant of `config`; returns within a window of the text, or a layer of a checkpoint, after `cancel`.
 
-    A variant that fails makes the run a failed one; its row says why.
+    A variant that fails makes the run a failed one; its row says why. The error of a run that is cancelled within a scan says
+    how much of the scan there is.
 
     Args:
         on_result: gets each result at once.
@@ -75,7 +77,7 @@ def run_lab(config: QuantizationLabConfig, sink: StatsSink, on_result: OnResult,
     try:
         lab.run()
     except _Cancelled:
-        return RunEnd("cancelled", time.perf_counter())
+        return RunEnd("cancelled", time.perf_counter(), error=lab.unfinished_scan)
     error = "; ".join(lab.failures) or None
     return RunEnd("failed" if error else "finished", time.perf_counter(), error=error)
 
@@ -90,6 +92,7 @@ class _Lab:
         self._variants = [(text, parse_variant(text)) for text in config.variants]
         self._what, self._place, self._num_places = config.model, 0, len(config.variants) + 1
         self.failures: list[str] = []  # of single variants; the others go on
+        self.unfinished_scan: str | None = None  # how far the scan under way is, once it has a part
 
     def run(self) -> None:
         import torch
@@ -130,7 +133,7 @@ class _Lab:
                 self._put_ranges(REFERENCE, self._reference, {})
         measure = {"compare": self._compare, "sensitivity": self._scan, "ranges": self._ranges}[config.experiment]
         for text, variant in self._variants:
-            self._what, self._place = variant.name, self._place + 1
+            self._what, self._place, self.unfinished_scan = variant.name, self._place + 1, None
             with self._keeping_failures(text):
                 measure(source, text, variant)
             gc.collect()  # the next variant needs the room
@@ -173,16 +176,23 @@ class _Lab:
 
     def _scan(self, source: ModelSource, text: str, variant: Variant) -> None:
         model, found = self._prepare(source, variant)
-        parts = scan_sensitivity(
+
+        def on_progress(what: str, done: float, total: float) -> None:
+            if done:
+                self.unfinished_scan = f"{self._what}: cancelled after {done:.0f} of {total:.0f} parts, which are kept"
+            self._on_part("parts", what, done, total)
+
+        scan_sensitivity(
             model,
             self._reference,
             self._token_ids,
             self._config.by,
             window=self._window,
-            on_progress=partial(self._on_part, "parts"),
+            on_part=lambda part: self._put(
+                text, found | figures(part.quality) | {"part": part.part, "num_layers": part.num_layers}
+            ),
+            on_progress=on_progress,
         )
-        for part in parts:
-            self._put(text, found | figures(part.quality) | {"part": part.part, "num_layers": part.num_layers})
 
     def _ranges(self, source: ModelSource, text: str, variant: Variant) -> None:
         self._put_ranges(text, *self._prepare(source, variant))
@@ -288,5 +298,6 @@ def _read_text(config: QuantizationLabConfig) -> str:
     try:
         with path.open(encoding="utf-8") as file:
             return file.read(_CHARACTERS_PER_TOKEN * config.max_tokens)
-    except (OSError, UnicodeDecodeError, RuntimeError) as error:
-        raise ConfigError(f"{config.text} cannot be read as UTF-8 text: {error}") from None
+    except (OSError, ValueError, RuntimeError) as error:  # ValueError: of other bytes, and of a path with a NUL in it
+        shown = (config.text or str(path)).replace("\0", "\\0")
+        raise ConfigError(f"{shown} cannot be read as UTF-8 text: {error}") from None

@@ -153,10 +153,13 @@ def outliers(results: Sequence[Row], most: int = 8) -> list[Outlier]:
 
 
 def scanned_layers(results: Sequence[Row]) -> list[dict[str, Any]]:
-    """What each linear layer costs alone, of the rows of a scan by layer: `layer`, `kind`, `kl_mean` and `perplexity`."""
+    """What each linear layer costs alone, of the rows of a scan by layer: `layer`, `kind`, `kl_mean` and `perplexity`.
+
+    A scan that was ended has some of them; one that failed has a row without a part.
+    """
     found = []
     for row in results:
-        if row["part"] != ALL:
+        if row["part"] not in (None, ALL):
             layer, kind = layer_and_kind(row["part"])
             found.append({"layer": layer, "kind": kind} | {name: row[name] for name in ("kl_mean", "perplexity")})
     return found

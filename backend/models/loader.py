@@ -20,13 +20,20 @@ from backend.models.layer_quantizer import LayerQuantizer
 from backend.models.model_config import DecoderConfig, load_decoder_config
 from backend.models.sources import ModelSource
 from backend.models.stored_layers import StoredLayers
-from backend.models.weight_slots import EMBEDDING, HEAD, REDUNDANT_SUFFIX, linear_slots, weight_slots
+from backend.models.weight_slots import (
+    EMBEDDING,
+    HEAD,
+    REDUNDANT_SUFFIX,
+    check_slots,
+    linear_slots,
+    listed,
+    weight_slots,
+)
 from backend.quantization.formats.scheme import HEAD as HEAD_NAME
 
 ProgressCallback = Callable[[float, float], None]  # bytes done, bytes in all
 
 NOT_QUANTIZED = QuantizationSettings()
-_MAX_NAMES_IN_MESSAGE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +163,7 @@ def _load_checkpoint(
         packed = quantizer.stored if isinstance(quantizer, StoredLayers) else set()
         model = _build(config, dtype, device, quantizer)
         slots = {name: slot for name, slot in weight_slots(model).items() if name not in packed}
-        _check_names(folder, checkpoint, slots)
-        stored = {checkpoint.dtype(name) for name in slots}
+        stored = check_slots(checkpoint, slots)
         if dtype == torch.float16 and "bfloat16" in stored:
             notices.append(
                 "the checkpoint is bfloat16: in float16 values above 65,504 overflow and the output turns "
@@ -171,7 +177,7 @@ def _load_checkpoint(
         known = {*slots, *packed, *zeros, *([HEAD] if config.tie_word_embeddings else [])}
         unused = [name for name in checkpoint.names if name not in known and not name.endswith(REDUNDANT_SUFFIX)]
     if unused:
-        notices.append(f"the model does not use these tensors of the checkpoint: {_listed(unused)}")
+        notices.append(f"the model does not use these tensors of the checkpoint: {listed(unused)}")
     return model, quantizer, notices
 
 
@@ -188,19 +194,6 @@ def _quantizer(
             f"({layers.description}); allowed for it: None"
         )
     return layers
-
-
-def _check_names(folder: Path, checkpoint: Checkpoint, slots: dict[str, torch.Tensor]) -> None:
-    """Raise `ModelError` unless the checkpoint holds what the model needs, in its shapes."""
-    if missing := [name for name in slots if name not in checkpoint]:
-        hint = " (tie_word_embeddings is not true in config.json)" if HEAD in missing else ""
-        raise ModelError(f"{folder}: the checkpoint lacks {_listed(missing)}{hint}")
-    for name, slot in slots.items():
-        if checkpoint.shape(name) != tuple(slot.shape):
-            raise ModelError(
-                f"{checkpoint.path(name)}: {name} has shape {list(checkpoint.shape(name))}, "
-                f"and config.json asks for {list(slot.shape)}"
-            )
 
 
 def _resolve_tie(config: DecoderConfig, checkpoint: Checkpoint) -> tuple[DecoderConfig, list[str]]:
@@ -237,12 +230,6 @@ class _WeightCopy:
                 )
             self._done += self._sizes[name]
             self._report(self._done, self._total)
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_MAX_NAMES_IN_MESSAGE])
-    hidden = len(names) - _MAX_NAMES_IN_MESSAGE
-    return f"{shown} and {hidden} more" if hidden > 0 else shown
 
 
 def _name(dtype: torch.dtype) -> str:

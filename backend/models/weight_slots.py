@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from backend.errors import ModelError
 from backend.layers.linear import Linear
+from backend.models.checkpoint import Checkpoint
 from backend.models.decoder import Decoder, DecoderLayer
 from backend.models.model_config import DecoderConfig
 
@@ -15,6 +20,8 @@ HEAD = "lm_head.weight"
 
 # Recomputed from the config; older checkpoints carry them along.
 REDUNDANT_SUFFIX = ".rotary_emb.inv_freq"
+
+_MAX_NAMES_IN_MESSAGE = 8
 
 
 class MergedLinear(NamedTuple):
@@ -71,3 +78,34 @@ def linear_slots(linear: Linear, sizes: dict[str, int]) -> dict[str, Tensor]:
         if parameter is not None
         for name, view in zip(sizes, parameter.data.split(list(sizes.values())), strict=True)
     }
+
+
+def check_weights(config: DecoderConfig, checkpoint: Checkpoint) -> None:
+    """Raise `ModelError`, as loading it would, unless a checkpoint that is not quantized has all that `config` asks for.
+
+    By the files' headers: no weight is read.
+    """
+    # A head beside the embedding it is tied to is the model's own if it differs, and has the embedding's shape if not.
+    config = replace(config, tie_word_embeddings=config.tie_word_embeddings and HEAD not in checkpoint)
+    check_slots(checkpoint, weight_slots(Decoder(config, dtype=torch.float32, device=torch.device("meta"))))
+
+
+def check_slots(checkpoint: Checkpoint, slots: Mapping[str, Tensor]) -> set[str]:
+    """Raise `ModelError` unless the checkpoint holds floats for all slots, in their shapes. Returns the stored dtypes."""
+    if missing := [name for name in slots if name not in checkpoint]:
+        hint = " (tie_word_embeddings is not true in config.json)" if HEAD in missing else ""
+        raise ModelError(f"{checkpoint.folder}: the checkpoint lacks {listed(missing)}{hint}")
+    for name, slot in slots.items():
+        if checkpoint.shape(name) != tuple(slot.shape):
+            raise ModelError(
+                f"{checkpoint.path(name)}: {name} has shape {list(checkpoint.shape(name))}, "
+                f"and config.json asks for {list(slot.shape)}"
+            )
+    return {checkpoint.dtype(name) for name in slots}
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence, the first few of many."""
+    shown = ", ".join(names[:_MAX_NAMES_IN_MESSAGE])
+    hidden = len(names) - _MAX_NAMES_IN_MESSAGE
+    return f"{shown} and {hidden} more" if hidden > 0 else shown

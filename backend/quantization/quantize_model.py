@@ -27,7 +27,7 @@ from backend.models.layer_quantizer import LayerQuantizer, head_copy_notice, qua
 from backend.models.model_config import DecoderConfig, load_decoder_config
 from backend.models.sources import ModelSource
 from backend.models.store import read_manifest
-from backend.models.weight_slots import EMBEDDING, HEAD, REDUNDANT_SUFFIX, layer_linears
+from backend.models.weight_slots import EMBEDDING, HEAD, REDUNDANT_SUFFIX, check_weights, layer_linears
 from backend.quantization.awq import AWQ
 from backend.quantization.base import PackedWeight
 from backend.quantization.calibration import InputStats, LayerRunner
@@ -124,7 +124,7 @@ def quantize_model(
     Raises:
         ConfigError: the settings do not fit the model, the model is a dummy or quantized already, or another run makes the
             same output.
-        ModelError: the model's files are damaged, or the output cannot be written.
+        ModelError: the model's files are damaged or lack a tensor, or the output cannot be written.
     """
     if source.path is None:
         raise ConfigError(f"{source.name} has no files to make a quantized folder of; name a model that has")
@@ -133,6 +133,8 @@ def quantize_model(
     config = load_decoder_config(source.path)
     if config.stored_quantization is not None:
         raise ConfigError(f"{source.name} is quantized already; name the model that it was made of")
+    with Checkpoint(source.path) as checkpoint:
+        check_weights(config, checkpoint)
     chosen = LayerQuantizer(config, settings, torch.float32)
     scheme = scheme_of(chosen.settings)
     head_scheme = scheme_of(QuantizationSettings(method=settings.head)) if settings.head else None

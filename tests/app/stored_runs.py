@@ -34,7 +34,7 @@ def feed(
 
 def feed_start(sink: StatsSink, config: EngineConfig, step_s: float = 0.05) -> float:
     """The same run up to the moment before its requests end. Returns the clock then."""
-    resolved = config.resolve(device="cpu", max_model_len=8192)
+    resolved = config.resolve(device="cuda" if config.kernels.backend == "triton" else "cpu", max_model_len=8192)
     sink.on_phase(Phase("loading"))
     sink.on_run_start(
         RunStart(

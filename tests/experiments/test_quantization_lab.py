@@ -45,6 +45,7 @@ def test_figures_are_those_of_the_measures_alone(variant: str, settings: dict[st
     assert (end.status, end.error) == ("finished", None)
     source = resolve_source("dummy:tiny")
     model, other = load_pair(source, EngineConfig().with_overrides(settings), (source, EngineConfig()))
+    assert other is not None
     quality = measure_quality(model, ids(), reference=other)
     assert quality.kl is not None
     expected = {
@@ -236,6 +237,7 @@ def contents(folder: str) -> dict[str, bytes]:
 def test_what_cannot_be_measured_is_said_before(tmp_path: Path) -> None:
     binary = tmp_path / "text.bin"
     binary.write_bytes(b"\xff\xfe")
-    for text in (str(binary), str(tmp_path / "none.txt")):
-        with pytest.raises(ConfigError, match="cannot be read as UTF-8 text"):
+    for text in (str(binary), str(tmp_path / "none.txt"), f"{tmp_path}/a\0b"):
+        with pytest.raises(ConfigError, match="cannot be read as UTF-8 text") as refused:
             check_lab(QuantizationLabConfig.from_dict({"model": "dummy:tiny", "text": text}))
+        assert str(refused.value).isprintable()

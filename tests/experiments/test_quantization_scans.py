@@ -19,6 +19,7 @@ from backend.experiments.quantization_ranges import by_tail, codes_left, furthes
 from backend.experiments.quantization_results import scanned_layers, wholes
 from backend.experiments.ranges import ACTIVATIONS, EXPECTED_ORDER, KV, Range, measure_ranges
 from backend.experiments.text_pass import TextModel
+from backend.metrics.stats import Phase
 from backend.models.sources import resolve_source
 from backend.tokenizer import load_tokenizer
 from tests.experiments.quantizing import TOKENS, Sink, run
@@ -97,6 +98,45 @@ def test_a_cancelled_measurement_keeps_what_it_has() -> None:
     end, rows = run(["nf4", "int8"], sink, experiment="ranges", cancel=cancel)
     assert (end.status, end.error) == ("cancelled", None)
     assert {row["variant"] for row in rows} == {REFERENCE}
+
+
+@pytest.mark.parametrize("num_measured", [1, 3])
+def test_a_cancelled_scan_keeps_the_parts_that_it_has(num_measured: int) -> None:
+    cancel = threading.Event()
+    sink = Sink(
+        lambda phase: cancel.set() if (phase.name, phase.done) == ("int8: scanning", num_measured - 1) else None
+    )
+    end, rows = run(["nf4", "int8"], sink, experiment="sensitivity", cancel=cancel)
+    assert (end.status, end.error) == (
+        "cancelled",
+        f"int8: cancelled after {num_measured} of 5 parts, which are kept",
+    )
+    _, (*whole, _, _) = run(["nf4", "int8"], experiment="sensitivity")
+    kept = [(row["variant"], row["part"], row["kl_mean"]) for row in rows]
+    assert kept == [(row["variant"], row["part"], row["kl_mean"]) for row in whole][: 5 + num_measured]
+    assert len(kept) == 5 + num_measured
+
+
+def test_a_scan_that_is_cancelled_before_it_has_a_part_says_nothing_of_parts() -> None:
+    """Those of the variant before it are whole."""
+    cancel = threading.Event()
+    sink = Sink(lambda phase: cancel.set() if phase.name.startswith("int8: loading") else None)
+    end, rows = run(["nf4", "int8"], sink, experiment="sensitivity", cancel=cancel)
+    assert (end.status, end.error) == ("cancelled", None)
+    assert [row["variant"] for row in rows] == ["nf4"] * 5
+
+
+def test_a_scan_that_fails_keeps_the_parts_that_it_has() -> None:
+    def fail(phase: Phase) -> None:
+        if (phase.name, phase.done) == ("nf4: scanning", 2):
+            raise RuntimeError("a kernel broke")
+
+    end, rows = run(["nf4"], Sink(fail), experiment="sensitivity", by="layer")
+    assert end.status == "failed"
+    assert [row.get("part") for row in rows] == [*LAYERS[:2], None]
+    assert rows[2]["problem"] == "RuntimeError: a kernel broke"
+    stored = [{"part": None, "kl_mean": None, "perplexity": None} | row for row in rows]
+    assert [(cell["layer"], cell["kind"]) for cell in scanned_layers(stored)] == [(0, "qkv"), (0, "output")]
 
 
 def test_a_variant_that_fails_keeps_the_ranges_of_the_others() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.cli import main
+from backend.errors import ModelError
 from backend.layers.quantized_linear import QuantizedLinear
+from backend.models.checkpoint import Checkpoint
 from backend.models.loader import load_model
+from backend.models.model_config import load_decoder_config
 from backend.models.sources import ModelSource
-from tests.helpers import make_tiny_llama, paged_logits
+from backend.models.weight_slots import check_weights
+from tests.helpers import make_tiny_llama, make_tiny_model, paged_logits
 
 METHODS = ("int8", "int4", "gptq", "awq", "w8a8_int8", "fp8")
 all_methods = pytest.mark.parametrize("method", METHODS)
@@ -104,3 +109,61 @@ def test_a_model_that_gives_no_numbers_is_refused_where_they_end(
     assert quantize(folder, tmp_path / "out", method) == 1
     assert f"{module} gets inputs that are infinite, NaN or" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def loading_refuses(folder: Path) -> str:
+    with pytest.raises(ModelError) as refused:
+        load_model(ModelSource(str(folder), "folder", path=folder), device=CPU, dtype=torch.float32)
+    return str(refused.value)
+
+
+Q_NORM = "model.layers.1.self_attn.q_norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "words"),
+    [
+        ("model.norm.weight", None, "the checkpoint lacks model.norm.weight"),
+        ("model.norm.weight", torch.ones(1), "model.norm.weight has shape [1], and config.json asks for [64]"),
+        ("model.embed_tokens.weight", None, "the checkpoint lacks model.embed_tokens.weight"),
+        (
+            "lm_head.weight",
+            None,
+            "the checkpoint lacks lm_head.weight (tie_word_embeddings is not true in config.json)",
+        ),
+        ("lm_head.weight", torch.ones(511, 64), "lm_head.weight has shape [511, 64]"),
+        (Q_NORM, None, f"the checkpoint lacks {Q_NORM}"),
+        (Q_NORM, torch.ones(1), f"{Q_NORM} has shape [1], and config.json asks for [8]"),
+        (Q_NORM, torch.ones(108), f"{Q_NORM} has shape [108], and config.json asks for [8]"),
+        (Q_NORM, torch.ones(8, dtype=torch.int64), f"{Q_NORM} has dtype I64, which is not supported"),
+        ("model.layers.0.mlp.down_proj.weight", torch.ones(64, 1), "down_proj.weight has shape [64, 1]"),
+    ],
+)
+def test_a_model_that_does_not_load_is_not_quantized_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, replacement: Tensor | None, words: str
+) -> None:
+    """It is refused in the same words, before anything is written."""
+    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
+    folder = make_tiny_model(
+        tmp_path / "model", "Qwen3", hidden_size=64, intermediate_size=160, num_hidden_layers=2, **heads
+    )
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save(folder, tensors | ({} if replacement is None else {name: replacement}))
+    problem = loading_refuses(folder)
+    assert words in problem
+    assert quantize(folder, tmp_path / "out", "int8") == 1
+    assert problem in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_tied_model_with_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "model", num_hidden_layers=1, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    with Checkpoint(folder) as checkpoint:
+        check_weights(load_decoder_config(folder), checkpoint)
+    save(folder, tensors | {"lm_head.weight": torch.ones(511, 72)})
+    with Checkpoint(folder) as checkpoint, pytest.raises(ModelError) as refused:
+        check_weights(load_decoder_config(folder), checkpoint)
+    assert str(refused.value) == loading_refuses(folder)
+    assert "lm_head.weight has shape [511, 72]" in str(refused.value)
