@@ -36,8 +36,8 @@ STYLE = (
     ".sl-chat.tokens.origins span{box-shadow:inset 1px 0 0 rgba(128,134,145,.8)}"
     ".sl-chat span.none{font-size:.78em;padding:0 .3em;opacity:.75}"
     ".sl-chat .caret{display:inline-block;width:.5em;height:1em;vertical-align:-.15em;background:currentColor;opacity:.45}"
-    ".sl-origins{font-size:.87rem;line-height:1.8}"
-    ".sl-origins span{white-space:nowrap;margin-right:1.1em;cursor:help}"
+    ".sl-origins{font-size:.87rem;line-height:1.8;display:flex;flex-wrap:wrap;column-gap:1.1em}"
+    ".sl-origins span{white-space:nowrap;cursor:help}"
     ".sl-origins i{font-style:normal;padding:0 .35em;margin-right:.4em;border-radius:2px}"
     ".sl-origins i.plain{box-shadow:inset 0 0 0 1px rgba(128,134,145,.6)}"
     + "".join(

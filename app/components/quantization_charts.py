@@ -20,7 +20,7 @@ COSTS = ("weights_bytes", "bits_per_weight", "kv_bytes_per_token", "decode_1_tok
 LOSSES = ("kl_mean", "perplexity")
 _MIB = 2**20
 _POINT = "#0072B2"
-_HEAT_FRAME = 125  # px of a heat map that its title, axis and legend take
+_HEAT_ROW = 22  # px of a heat map that a variant takes
 _PARETO_HEIGHT = 400
 _LABEL_STEP = 0.048  # of the height, between two names
 _MANY_LEVELS = 40  # from here on lines would cover the bars
@@ -126,8 +126,12 @@ def log_ticks(domain: tuple[float, float], digits: Sequence[int] = (1, 2, 5)) ->
     return [tick for tick in ticks if domain[0] <= tick <= domain[1]]
 
 
-def heat_map(cells: Sequence[Row], kind: str, domain: tuple[float, float]) -> alt.Chart:
-    """The output error of each layer of a kind, for each variant. The colours of all kinds are on one scale."""
+def heat_map(cells: Sequence[Row], kind: str, domain: tuple[float, float], *, legend: bool) -> alt.Chart:
+    """The output error of each layer of a kind, for each variant. The colours of all kinds are on one scale.
+
+    Args:
+        legend: say what the colours stand for, which one of the pictures does for all.
+    """
     names = list(dict.fromkeys(variant_name(cell["variant"]) for cell in cells))
     of_kind = [cell for cell in cells if cell["kind"] == kind]
     data = pd.DataFrame(
@@ -156,9 +160,9 @@ def heat_map(cells: Sequence[Row], kind: str, domain: tuple[float, float]) -> al
             color=alt.Color(
                 "error:Q",
                 scale=alt.Scale(type="log", domain=list(domain), scheme="viridis", clamp=True),
-                legend=alt.Legend(
-                    title=None, orient="bottom", format=".2~%", gradientLength=180, tickCount=4, offset=2
-                ),
+                legend=alt.Legend(title=None, orient="bottom", format=".2~%", gradientLength=180, tickCount=4, offset=2)
+                if legend
+                else None,
             ),
             tooltip=[
                 alt.Tooltip("variant:N", title="Variant"),
@@ -169,7 +173,7 @@ def heat_map(cells: Sequence[Row], kind: str, domain: tuple[float, float]) -> al
         )
         .properties(
             title=alt.Title(KIND_TITLES[kind], anchor="start", fontSize=13, fontWeight=600, offset=6),
-            height=22 * len(names) + _HEAT_FRAME,
+            height=alt.Step(_HEAT_ROW),
             padding={"left": 5, "top": 5, "bottom": 5, "right": 8},
         )
     )

@@ -30,9 +30,10 @@ def errors(results: Sequence[Any]) -> None:
         return
     domain = quantization_charts.error_domain(cells)
     with st.container(key="quantization-heat"), st.grid(2, min_column_width=340):
-        for kind in KINDS:
-            if any(cell["kind"] == kind for cell in cells):
-                st.altair_chart(quantization_charts.heat_map(cells, kind, domain), key=f"quantization-heat-{kind}")
+        kinds = [kind for kind in KINDS if any(cell["kind"] == kind for cell in cells)]
+        for kind in kinds:
+            chart = quantization_charts.heat_map(cells, kind, domain, legend=kind == kinds[-1])
+            st.altair_chart(chart, key=f"quantization-heat-{kind}")
     st.caption(
         "Relative error of the layer's output on the reference's activations, "
         "$\\lVert XW^T - Q(X)\\rVert / \\lVert XW^T\\rVert$, on one logarithmic scale. "

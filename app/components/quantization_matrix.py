@@ -11,7 +11,7 @@ import streamlit as st
 from app import formatting
 from app.quantization_texts import COLUMNS, value_text
 from backend.experiments.quantization_config import REFERENCE, variant_name
-from backend.experiments.quantization_results import Cell, MatrixRow, columns, matrix, wholes
+from backend.experiments.quantization_results import MEASURES, Cell, MatrixRow, columns, matrix, wholes
 
 _STYLE = """<style>
 .sl-matrix{overflow-x:auto;font-size:.87rem;border:1px solid rgba(128,134,145,.3);border-radius:6px}
@@ -43,20 +43,21 @@ def matrix_html(results: Sequence[Any], others: Sequence[Any] | None = None) -> 
     heads = "".join(
         f'<th scope="col" title="{escape(COLUMNS[name][1])}">{escape(COLUMNS[name][0])}</th>' for name in names
     )
-    rows = "".join(_row(row, names) for row in matrix(results, others))
+    base = next((row for row in wholes(results) if row["variant"] == REFERENCE), None)
+    rows = "".join(_row(row, names, base) for row in matrix(results, others))
     return (
         f'{_STYLE}<div class="sl-matrix"><table><thead><tr><th scope="col">Variant</th>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
 
 
-def _row(row: MatrixRow, names: Sequence[str]) -> str:
+def _row(row: MatrixRow, names: Sequence[str], base: Any) -> str:
     name = escape(variant_name(row.variant))
     kind = ' class="reference"' if row.variant == REFERENCE else ""
     head = f'<tr{kind} data-variant="{escape(row.variant)}"><th scope="row"{_settings(row.row)}>{name}</th>'
     if row.problem:
         return f'{head}<td class="problem" colspan="{max(1, len(names))}">{escape(row.problem)}</td></tr>'
-    cells = "".join(_cell(cell, name, row.row) for cell, name in zip(row.cells, names, strict=True))
+    cells = "".join(_cell(cell, name, row.row, base) for cell, name in zip(row.cells, names, strict=True))
     return f"{head}{cells}</tr>"
 
 
@@ -67,13 +68,19 @@ def _settings(row: Any) -> str:
     return f' title="{escape(", ".join(known))}"' if known else ""
 
 
-def _cell(cell: Cell, name: str, row: Any) -> str:
+def _cell(cell: Cell, name: str, row: Any, base: Any) -> str:
     if cell.value is None:
         reason = escape(cell.reason or "Does not exist here")
         return f'<td class="none" title="{reason}"><span>{formatting.NONE}</span></td>'
     difference = "" if cell.difference is None else f"<small>{_difference(cell.difference)}</small>"
-    best = ' class="best" title="Best of the variants"' if cell.is_best else ""
+    is_marked = cell.is_best and not _is_worse(name, cell.value, None if base is None else base[name])
+    best = ' class="best" title="Best of the variants, and no worse than the reference"' if is_marked else ""
     return f"<td{best}>{escape(value_text(name, row))}{difference}</td>"
+
+
+def _is_worse(name: str, value: float, reference: float | None) -> bool:
+    """Than the reference, which some measures do not have: those that are differences from it."""
+    return reference is not None and (value < reference if MEASURES[name] == "higher" else value > reference)
 
 
 def _difference(relative: float) -> str:

@@ -11,6 +11,7 @@ from app import formatting
 from app.components import activity, notes
 from app.components.quantization_form import start_scan
 from app.services import Services
+from backend.experiments.layer_error import ALL
 from backend.experiments.quantization_config import QuantizationLabConfig, variant_name
 from backend.experiments.quantization_results import wholes
 from db.run_rows import Run
@@ -93,14 +94,23 @@ def button(services: Services, run: Run, name: str, help_text: str, **asked: Any
 
 
 def newest_rows(services: Services, scans: Sequence[Run], variant: str) -> tuple[Run, list[Any]] | None:
-    """The newest of a variant's scans that has figures of it, and all of its rows; says what became of a newer one."""
+    """The newest of a variant's scans that is whole, with the variant's and the reference's rows; else the newest with figures.
+
+    Says what became of the newest if it is not whole, and of the one that is returned.
+    """
+    unfinished = None
     for scan in scans:
-        rows = services.repository.quantization_results(scan.run_id)
-        if scan.is_final and any(row["variant"] == variant and row["part"] is not None for row in rows):
-            return scan, rows
+        rows = [row for row in services.repository.quantization_results(scan.run_id) if row["part"] is not None]
+        parts = {row["part"] for row in rows if row["variant"] == variant}
+        if scan.is_final and parts:
+            if scan.config["experiment"] != "sensitivity" or ALL in parts:
+                return scan, rows
+            unfinished = unfinished or (scan, rows)
         if scan is scans[0]:
             _say_state(scan)
-    return None
+    if unfinished is not None and unfinished[0] is not scans[0]:
+        _say_state(unfinished[0])
+    return unfinished
 
 
 def source_text(scan: Run, num_tokens: int) -> str:
@@ -109,7 +119,7 @@ def source_text(scan: Run, num_tokens: int) -> str:
 
 
 def _say_state(scan: Run) -> None:
-    """Of the newest, which has no figures."""
+    """Of one that has no figures, or not all."""
     if not scan.is_final:
         st.info(
             notes.plain(f"Run {scan.title} is to find it out. How far it is stands above."),

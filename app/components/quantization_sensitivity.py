@@ -18,6 +18,7 @@ from backend.experiments.quantization_results import scanned_layers
 from db.run_rows import Run
 
 _MOST_NAMED = 8
+_CHOSEN = "quantization-by-chosen"  # the variant for which somebody has chosen what is quantized alone
 _PASSES: dict[str, str] = {
     "kind": "Six passes over the first window of the text: the reference, each kind of layer quantized alone, and all.",
     "layer": "A pass over the first window of the text for each linear layer, two more for none and for all: minutes on a CPU.",
@@ -35,16 +36,17 @@ def show(services: Services, run: Run, results: Sequence[Any]) -> None:
     }
     with st.container(horizontal=True, vertical_alignment="bottom"):
         variant = quantization_scans.choose_variant(losses, scans["kind"] | scans["layer"])
-        by = _choose_part([by for by in BY_NAMES if variant in scans[by]])
+        scanned = [by for by in BY_NAMES if variant in scans[by]]
+        by = _choose_part(variant, scanned)
         quantization_scans.button(
             services, run, "Scan", _PASSES[by], experiment="sensitivity", by=by, variants=[variant]
         )
     if variant not in scans[by]:
         one = "kind of layer" if by == "kind" else "linear layer"
-        st.info(
-            f"Not scanned yet. **Scan** quantizes one {one} at a time and leaves the others as they are.",
-            icon=":material/tune:",
-        )
+        text = f"Not scanned yet. **Scan** quantizes one {one} at a time and leaves the others as they are."
+        for other in scanned:
+            text += f" Run {notes.plain(scans[other][variant][0].title)} scanned it: **{BY_NAMES[other]}**."
+        st.info(text, icon=":material/tune:")
         return
     found = quantization_scans.newest_rows(services, scans[by][variant], variant)
     if found is None:
@@ -58,10 +60,12 @@ def show(services: Services, run: Run, results: Sequence[Any]) -> None:
     st.caption(notes.plain(quantization_scans.source_text(scan, rows[0]["num_tokens"])))
 
 
-def _choose_part(scanned: Sequence[str]) -> str:
-    """At first that which is scanned."""
+def _choose_part(variant: str, scanned: Sequence[str]) -> str:
+    """That which is scanned, until somebody chooses for the variant; an address that is opened is a choice."""
     state = st.session_state
-    if BY not in state and BY not in st.query_params:
+    if _CHOSEN not in state:
+        state[_CHOSEN] = variant if BY in st.query_params else None
+    if state[_CHOSEN] != variant and (BY not in state or (scanned and state[BY] not in scanned)):
         state[BY] = scanned[0] if scanned else "kind"
     chosen = st.segmented_control(
         "Quantized alone",
@@ -71,8 +75,14 @@ def _choose_part(scanned: Sequence[str]) -> str:
         required=True,
         width="content",
         bind="query-params",
+        on_change=_keep_choice,
+        args=(variant,),
     )
     return chosen or "kind"
+
+
+def _keep_choice(variant: str) -> None:
+    st.session_state[_CHOSEN] = variant
 
 
 def _layers(rows: Sequence[Any]) -> None:
@@ -96,10 +106,20 @@ def _layers(rows: Sequence[Any]) -> None:
             {
                 "Layer": cell["layer"],
                 "Kind": KIND_TITLES[cell["kind"]],
-                "KL, nats": float(f"{cell['kl_mean']:.3g}"),
-                "Perplexity": float(f"{cell['perplexity']:.5g}"),
+                "KL, nats": cell["kl_mean"],
+                "Perplexity": cell["perplexity"],
             }
             for cell in costs[:_MOST_NAMED]
         ]
     )
-    st.dataframe(table, hide_index=True, lazy=False, height="content", width="content", key="quantization-costliest")
+    # Without a format a column is cut to four decimals, in which small costs are all alike.
+    formats = {"KL, nats": "%.3g", "Perplexity": "%.5g"}
+    st.dataframe(
+        table,
+        hide_index=True,
+        lazy=False,
+        height="content",
+        width="content",
+        column_config={name: st.column_config.NumberColumn(format=text) for name, text in formats.items()},
+        key="quantization-costliest",
+    )

@@ -46,7 +46,7 @@ def _status(services: Services, snapshot: LiveSnapshot | None) -> None:
 def _loaded(host: EngineHost) -> str:
     info = host.info
     if info is None:
-        return "No model loaded yet; the first run loads one."
+        return "No model loaded; the next run loads one."
     config = info.resolved_config.model
     return f"{config.name}, {config.dtype} on {config.device.upper()}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -21,7 +22,7 @@ from backend.experiments.certificate_config import CertificateConfig
 from db.run_rows import Run
 
 _BADGES: dict[str, Any] = {"exact": "green", "rejected": "red", "inconclusive": "orange"}
-_ERROR, _SELECT = "certificate error", "speculation-certificate-select"
+_ERROR, _SELECT, _SAMPLES = "certificate error", "speculation-certificate-select", "speculation-certificate-samples"
 _MAX_LISTED = 50
 
 
@@ -35,7 +36,7 @@ def show(services: Services, run: Run | None) -> None:
         text = f"Run #{run.run_id} has synthetic drafts, accepted at a set rate: there is no exactness to certify."
         st.info(text, icon=":material/casino:")
     certificates = {each.run_id: each for each in services.repository.list(kind="certificate", limit=_MAX_LISTED)}
-    _start(services, wanted)
+    _start(services, certificates.values(), wanted)
     shown = _pick(services, certificates, wanted)
     if shown is None and wanted is not None:
         st.info(
@@ -74,9 +75,21 @@ def _has(certificate: Run, wanted: CertificateConfig) -> bool:
         return False
 
 
-def _start(services: Services, wanted: CertificateConfig | None) -> None:
+def _start(services: Services, certificates: Iterable[Run], wanted: CertificateConfig | None) -> None:
     if wanted is not None:
-        with st.container(horizontal=True, vertical_alignment="center"):
+        st.session_state.setdefault(_SAMPLES, wanted.num_samples)
+        with st.container(horizontal=True, vertical_alignment="bottom"):
+            # No bounds: a browser keeps a number it finds out of bounds to itself, and the default would be taken.
+            st.number_input(
+                "Samples",
+                value=None,
+                step=1024,
+                key=_SAMPLES,
+                width=150,
+                placeholder=str(wanted.num_samples),
+                help="By each engine, 20 or more. Fewer take less time, and find less of what is wrong.  \n`num_samples`",
+                persist_state="session",
+            )
             activity.start_button(
                 services,
                 "Certify these settings",
@@ -85,10 +98,12 @@ def _start(services: Services, wanted: CertificateConfig | None) -> None:
                 on_click=_begin,
                 args=(services, wanted),
             )
-            st.caption(
-                f"{wanted.num_samples:,} samples and greedy answers, each by an engine with and one without speculation.",
-                width="content",
+        st.caption(
+            notes.plain(
+                f"{_last_time(certificates, wanted)} Samples and greedy answers are each by an engine with and one without "
+                "speculation."
             )
+        )
     if error := st.session_state.pop(_ERROR, None):
         st.error(notes.plain(error), icon=":material/error:")
     activity.polled(
@@ -96,9 +111,24 @@ def _start(services: Services, wanted: CertificateConfig | None) -> None:
     )
 
 
+def _last_time(certificates: Iterable[Run], wanted: CertificateConfig) -> str:
+    """How long the newest certificate of the same model took."""
+    for run in certificates:
+        if run.model == wanted.model and run.status == "finished" and run.started_at and run.ended_at:
+            seconds = (run.ended_at - run.started_at).total_seconds()
+            samples = formatting.count(run.config["num_samples"])
+            return f"Last time {samples} samples took {formatting.duration(seconds)} (#{run.run_id})."
+    return (
+        f"The default model takes a few minutes on two CPU cores, with {formatting.count(wanted.num_samples)} samples."
+    )
+
+
 def _begin(services: Services, wanted: CertificateConfig) -> None:
     """A callback: it runs before the page is drawn."""
     try:
+        num_samples = st.session_state.get(_SAMPLES)
+        if num_samples is not None:
+            wanted = wanted.with_overrides({"num_samples": num_samples})
         st.session_state[CERTIFICATE] = start_certificate_run(services, wanted)
     except ServeLabError as error:
         st.session_state[_ERROR] = str(error)

@@ -94,8 +94,9 @@ def method_text(run: Run) -> str:
 
 
 def run_name(run: Run) -> str:
-    """As `run_pick.run_name`, and how it speculates."""
-    return f"{run_pick.run_name(run)}, {method_text(run)}"
+    """As `run_pick.run_name`, and how it speculates, where its label does not say just that."""
+    name, method = run_pick.run_name(run), method_text(run)
+    return name if run.label == method else f"{name}, {method}"
 
 
 def same_questions(services: Services, run: Run) -> list[Run]:
@@ -115,8 +116,9 @@ def differs_in_speculation_only(run: Run, other: Run) -> bool:
 
 
 def short_name(run: Run) -> str:
-    """Among runs of one model and workload."""
-    return f"{run.title}: {method_text(run)}"
+    """Among runs of one model and workload. A label that says how it speculates says it once."""
+    method = method_text(run)
+    return run.title if run.label == method else f"{run.title}: {method}"
 
 
 def asked_differently(first: Iterable[Row], second: Iterable[Row]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import streamlit as st
 
 from app import formatting
-from app.components import figures, links, notes, palette, speculation_charts, widgets
+from app.components import figures, notes, palette, speculation_charts, speculation_setup
 from app.components.bars import Share, share_bar
 from app.components.speculation_pick import (
     WITH,
@@ -22,13 +22,9 @@ from app.components.speculation_pick import (
 from app.components.speculation_rows import CELLS
 from app.components.speculation_source import Source
 from app.services import Services
-from app.state import fill_form
 from backend.analysis.draft_rounds import rates_by_position
 from backend.analysis.measured_speedup import MeasuredSpeedup, measure_speedup
-from backend.config import EngineConfig
-from backend.errors import ServeLabError
 from backend.experiments.compare import metric_value
-from backend.workload.spec import Workload
 from db.run_rows import Run
 
 _KNOWN = "speculation-speedups"
@@ -152,14 +148,7 @@ def _without_plain(run: Run) -> None:
         "What speculation was worth shows beside a run of the same workload and settings without it. There is none yet.",
         icon=":material/compare_arrows:",
     )
-    if st.button("Set up the run without speculation", icon=":material/play_arrow:", key="speculation-plain"):
-        try:
-            config = EngineConfig.from_dict({**run.config, "speculative": {}})
-            widgets.fill(fill_form(config, Workload.from_dict(run.workload), "without speculation"))
-        except ServeLabError as error:  # stored by a version that knew other settings
-            st.error(notes.plain(f"This version cannot repeat the run: {error}"), icon=":material/error:")
-        else:  # a query of its own: that of this page is its tabs', which do not let it go
-            st.switch_page(links.RUN, query_params={})
+    speculation_setup.without_speculation(run)
 
 
 def _figures(run: Run, plain: Run, found: MeasuredSpeedup) -> None:

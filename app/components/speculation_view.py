@@ -6,7 +6,15 @@ import numpy as np
 import streamlit as st
 
 from app import formatting
-from app.components import figures, links, notes, run_actions, speculation_charts, speculation_request
+from app.components import (
+    figures,
+    links,
+    notes,
+    run_actions,
+    speculation_charts,
+    speculation_request,
+    speculation_setup,
+)
 from app.components.activity import polled
 from app.components.live_panel import POLL_S
 from app.components.speculation_pick import method_of, method_text, settings_of
@@ -58,7 +66,7 @@ def source_of(services: Services, run: Run) -> Source | None:
             "**Speculation**, who drafts; from the command line it is `--set speculative.method=ngram`.",
             icon=":material/bolt:",
         )
-        links.run_link("Set up a run with speculation")
+        speculation_setup.with_speculation(run)
         return None
     try:
         source = load(services, run)
@@ -143,8 +151,9 @@ def _headline(source: Source) -> None:
         figures.figure(
             "Verify",
             formatting.quantity(verify_ms, "ms"),
-            "Mean time of the model over such a step, sampling and accept test included.",
-            "of whole trees" if settings.get("tree") else f"of {settings.get('num_speculative_tokens')} + 1 tokens",
+            "Mean time of the model over such a step, sampling and accept test included. Below, how many tokens of a request are "
+            "in it: those that were drafted, in the mean, and one more.",
+            "of whole trees" if settings.get("tree") else f"of {num_drafted / max(1, num_rounds):.3g} + 1 tokens",
         )
 
 

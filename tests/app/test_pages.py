@@ -140,6 +140,10 @@ def test_detail_without_a_run_it_can_show(stored: FakeServices, query: dict[str,
     assert said in words(page("detail", **query))
 
 
+def test_the_sidebar_says_that_no_model_is_loaded_whatever_has_run(stored: FakeServices) -> None:
+    assert "No model loaded; the next run loads one." in [it.value for it in page("history").sidebar.caption]
+
+
 def test_the_sidebar_says_what_the_current_run_does_where_it_is_not_cut_off(services: FakeServices) -> None:
     """A link is cut off at the sidebar's width; a caption goes on in the next line."""
     run_id = services.repository.create(EngineConfig().to_dict(), Workload().to_dict())

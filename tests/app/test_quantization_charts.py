@@ -33,10 +33,13 @@ def test_a_heat_map_has_a_cell_for_each_layer_and_variant() -> None:
     ]
     domain = quantization_charts.error_domain(cells)
     assert domain == (0.01, 0.03)
-    spec = quantization_charts.heat_map(cells, "qkv", domain).to_dict()
-    (data,) = spec["datasets"].values()
-    assert len(data) == 2 * NUM_LAYERS
-    assert spec["encoding"]["color"]["scale"]["domain"] == [0.01, 0.03]
+    for legend in (True, False):
+        spec = quantization_charts.heat_map(cells, "qkv", domain, legend=legend).to_dict()
+        (data,) = spec["datasets"].values()
+        assert len(data) == 2 * NUM_LAYERS
+        assert spec["encoding"]["color"]["scale"]["domain"] == [0.01, 0.03]
+        assert (spec["encoding"]["color"]["legend"] is not None) == legend
+        assert spec["height"] == {"step": 22}, "a row has room for its name, whatever title, axis and legend take"
 
 
 @pytest.mark.parametrize(("num_levels", "mark"), [(16, "rule"), (255, "tick")])

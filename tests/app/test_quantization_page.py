@@ -88,7 +88,10 @@ def test_a_run_shows_a_matrix_with_differences_a_picture_and_how_long_it_took(se
     assert rows["int8"][columns.index("Perplexity")][1].split() == ["20.50", "+2.5", "%"]
     assert rows["int8"][columns.index("Δp, %")][1] == "−0.27 ± 0.02"
     assert rows["int8"][speed][1].split() == ["40.0", "×2.00"]
-    best = {variant: [title == "Best of the variants" for title, _ in cells] for variant, cells in rows.items()}
+    best = {
+        variant: [title == "Best of the variants, and no worse than the reference" for title, _ in cells]
+        for variant, cells in rows.items()
+    }
     assert (best["nf4"][weights], best["int8"][weights], best["reference"][weights]) == (True, False, False)
     assert best["int8"][columns.index("KL, nats")]
     assert rows["gptq"] == [("", "dummy:tiny has no files <b>at all</b>")]

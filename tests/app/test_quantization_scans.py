@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from backend.experiments.quantization_ranges import furthest, stored_ranges
 from backend.experiments.quantization_results import scanned_layers
 from backend.experiments.ranges import EXPECTED_ORDER
 from backend.metrics.live import LiveRun
-from backend.metrics.stats import Phase
+from backend.metrics.stats import Phase, RunStatus
 from tests.app.pages import page, press, words
 from tests.app.quantization_runs import (
     NUM_LAYERS,
@@ -39,6 +40,12 @@ def labels(app: AppTest) -> list[str]:
 
 def tables(app: AppTest) -> list[list[dict[str, object]]]:
     return [element.value.to_dict("records") for element in app.dataframe]
+
+
+def charted(app: AppTest) -> str:
+    """The data of the picture by kind of layer."""
+    (chart,) = [each for each in app.get("vega_lite_chart") if "One kind of layer" in each.proto.spec]
+    return str(chart.proto.datasets)
 
 
 def add_scan(services: FakeServices, variant: str, by: str) -> int:
@@ -81,10 +88,30 @@ def test_both_scans_of_a_variant_are_shown_one_beside_a_choice_of_the_other(serv
     assert "All layers together cost 0.150 nats; one by one they add up to 0.200" in text
     assert "the costliest 1 of 12 have 50.0 %" in text
     rows = tables(app)[0]
+    columns = json.loads(app.dataframe[0].proto.columns)
+    assert columns["KL, nats"]["type_config"]["format"] == "%.3g", "four decimals would make small costs alike"
     assert rows[0] == {"Layer": 1, "Kind": "Down", "KL, nats": 0.1, "Perplexity": 20.5}
     assert len(rows) == 8
     app.selectbox(key=VARIANT).set_value("nf4").run()
     assert "Not scanned yet" in words(app)
+
+
+def test_the_scan_that_there_is_shows_until_somebody_chooses_the_other_one(services: FakeServices) -> None:
+    add_quantization_run(services)
+    app = page("quantization", view="Sensitivity")
+    assert app.segmented_control(key=BY).value == "kind"
+    add_scan(services, "nf4", "layer")
+    app.run()
+    assert app.segmented_control(key=BY).value == "layer"
+    assert "Run #2, 2,046 tokens" in words(app)
+    app.segmented_control(key=BY).set_value("kind").run()
+    assert "Not scanned yet" in words(app)
+    assert "Run #2 scanned it: **One layer at a time**" in words(app)
+    app.run()
+    assert app.segmented_control(key=BY).value == "kind"
+    opened = page("quantization", view="Sensitivity", by="Kind of layer")
+    assert opened.segmented_control(key=BY).value == "kind", "an address says what it shows"
+    assert "Run #2 scanned it" in words(opened)
 
 
 def test_a_scan_by_another_version_is_one_by_kind(services: FakeServices) -> None:
@@ -146,6 +173,36 @@ def test_a_scan_that_failed_says_why_and_the_one_before_stays(services: FakeServ
     app = page("quantization", view="Sensitivity", by="One layer at a time")
     assert "Run #4 was cancelled" in words(app)
     assert "Run #3, 2,046 tokens" in words(app)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        ("cancelled", "int8: cancelled after 2 of 5 parts, which are kept"),
+        ("failed", "int8: RuntimeError: a kernel broke"),
+        ("interrupted", None),
+    ],
+)
+def test_a_part_of_a_scan_is_shown_for_want_of_a_whole_one(
+    services: FakeServices, status: RunStatus, error: str | None
+) -> None:
+    add_quantization_run(services, [reference(), result("int8")])
+    parts = scan("int8", {"qkv": 0.1, "output": 0.2})
+    rows = [*parts, {"variant": "int8", "problem": "a kernel broke"}] if status == "failed" else parts
+    add_quantization_run(services, rows, status=status, error=error, experiment="sensitivity")
+    app = page("quantization", view="Sensitivity", by="Kind of layer")
+    assert (error or "The process that ran it ended") in words(app)
+    assert "Run #2, 2,046 tokens" in words(app)
+    assert "All of them" not in charted(app)
+    add_scan(services, "int8", "kind")
+    app = page("quantization", view="Sensitivity", by="Kind of layer")
+    assert (error or "The process that ran it ended") not in words(app)
+    assert "All of them" in charted(app)
+    assert "Run #3, 2,046 tokens" in words(app)
+    add_quantization_run(services, rows, status=status, error=error, experiment="sensitivity")
+    app = page("quantization", view="Sensitivity", by="Kind of layer")
+    assert (error or "The process that ran it ended") in words(app)
+    assert "Run #3, 2,046 tokens" in words(app), "a whole one is not given up for a part"
 
 
 def test_what_has_no_layers_to_exchange_is_not_offered(services: FakeServices) -> None:

@@ -12,8 +12,8 @@ from app.components.run_table import table_key
 from app.services import Services
 from backend.config import EngineConfig
 from backend.experiments.certificate import CHUNK_KIND, Verdict, certify
-from backend.experiments.certificate_config import CertificateConfig
-from backend.metrics.stats import Phase, RunEnd
+from backend.experiments.certificate_config import DEFAULT_NUM_SAMPLES, CertificateConfig
+from backend.metrics.stats import Phase, RunEnd, RunStart
 from db.recorder import RunRecorder
 from tests.app.pages import page, press, tick, words
 from tests.app.speculation_runs import NGRAM, add_plain_run, add_speculation_run
@@ -33,6 +33,7 @@ def add_certificate(services: Services, settings: dict[str, Any], verdict: Verdi
     config = CertificateConfig(model="dummy:tiny", engine=EngineConfig().with_overrides(settings))
     run_id = services.repository.create(config.to_dict(), {}, label, kind="certificate")
     recorder = RunRecorder(services.database, run_id)
+    recorder.on_run_start(RunStart(100.0, config.to_dict(), {}, {}, (), {}, 0))
     recorder.on_chunk(CHUNK_KIND, verdict.encode, 0, 0)
     error = None if verdict.result == "exact" else f"{verdict.result}: {'; '.join(verdict.reasons)}"
     recorder.on_run_end(RunEnd("finished", 190.0, None, error))
@@ -97,7 +98,29 @@ def test_the_button_starts_one_with_the_runs_settings(services: FakeServices) ->
     assert config.speculative_engine == EngineConfig().with_overrides(
         NGRAM | {"cache.block_size": 32, "speculative.adaptive": False}
     )
+    assert config.num_samples == DEFAULT_NUM_SAMPLES
     assert subheaders(app) == [f"Certificate #{started}"]
+
+
+def test_how_long_one_takes_is_said_and_fewer_samples_are_offered(services: FakeServices, exact: Verdict) -> None:
+    run_id, _ = add_speculation_run(services)
+    app = page("speculation", run=str(run_id), view="Certificate")
+    assert "The default model takes a few minutes on two CPU cores, with 4,096 samples" in words(app)
+    samples = app.number_input(key="speculation-certificate-samples")
+    assert samples.value == DEFAULT_NUM_SAMPLES
+    samples.set_value(19).run()
+    press(app, "Certify these settings")
+    assert "num_samples = 19" in words(app)
+    assert not services.fake_queue.tasks
+    app.number_input(key="speculation-certificate-samples").set_value(20).run()
+    press(app, "Certify these settings")
+    ((started, _),) = services.fake_queue.tasks
+    stored = services.repository.get(started)
+    assert stored is not None
+    assert CertificateConfig.from_dict(stored.config).num_samples == 20
+    ended = add_certificate(services, NGRAM, exact)
+    app = page("speculation", run=str(run_id), view="Certificate")
+    assert f"Last time 4,096 samples took 1 min 30 s (#{ended})" in words(app)
 
 
 def test_a_run_without_speculation_has_nothing_to_certify(services: FakeServices) -> None:

@@ -14,10 +14,15 @@ from sqlalchemy import delete, update
 from streamlit.testing.v1 import AppTest
 from tokenizers import Tokenizer
 
+from app.components import speculation_setup
 from app.components.speculation_request import MAX_ROUNDS
 from app.components.widgets import PREFIX
+from app.state import default_values, read_form
+from backend.config import EngineConfig
+from backend.errors import ConfigError
 from backend.metrics.live import LiveRun
 from backend.metrics.speculation_ledger import SPECULATION_KIND, Round
+from backend.workload.spec import Workload
 from db.models import ChunkRow
 from tests.app.pages import page, press, words
 from tests.app.speculation_runs import (
@@ -105,7 +110,26 @@ def test_a_run_without_speculation_says_how_to_turn_it_on(services: FakeServices
     app = page("speculation", run=str(run_id))
     assert f"Run #{run_id} decoded without speculation" in words(app)
     assert "--set speculative.method=ngram" in words(app)
-    assert "Set up a run with speculation" in [link.label for link in app.get("page_link")]
+
+
+@pytest.mark.parametrize(("head_comes", "method"), [(True, "eagle"), (False, "ngram")])
+def test_a_run_with_speculation_is_set_up_on_the_run_page(
+    services: FakeServices, monkeypatch: pytest.MonkeyPatch, head_comes: bool, method: str
+) -> None:
+    def check(config: EngineConfig) -> None:
+        assert (config.model.name, config.speculative.method) == ("dummy:tiny", "eagle")
+        if not head_comes:
+            raise ConfigError("no eagle head comes for dummy:tiny")
+
+    monkeypatch.setattr(speculation_setup, "check_engine", check)
+    run_id, _ = add_plain_run(services, PLAIN | {"cache.block_size": 32}, label="slow")
+    app = page("speculation", run=str(run_id))
+    press(app, "Set up the run with speculation")
+    assert app.title[0].value == "Run"
+    values = {key: app.session_state[f"{PREFIX}{key}"] for key in default_values()}
+    config = EngineConfig().with_overrides(PLAIN | {"cache.block_size": 32, "speculative.method": method})
+    assert read_form(values) == (config, Workload())
+    assert values["label"] == "with speculation"
 
 
 def test_it_begins_with_the_newest_run_that_speculated(services: FakeServices) -> None:
@@ -120,6 +144,7 @@ def test_it_begins_with_the_newest_run_that_speculated(services: FakeServices) -
     assert shown["Draft acceptance"] == f"{100 * rate:.1f} %"
     assert shown["Rounds"] == str(len(rounds))
     assert (shown["Draft"], shown["Verify"]) == ("1.50 ms", "6.00 ms")
+    assert f"of {drafted(rounds) / len(rounds):.3g} + 1 tokens" in [metric.delta for metric in app.metric]
     run = services.repository.get(run_id)
     assert run is not None
     assert run.summary is not None
@@ -313,6 +338,16 @@ def test_proposers_stand_side_by_side(services: FakeServices) -> None:
     app.multiselect(key="speculation-beside-select").unselect(plain_id).run()
     assert app.dataframe[0].value["Run"].tolist() == [f"#{run_id}", f"#{other_id}"]
     assert app.query_params["beside"] == str(other_id)
+
+
+def test_a_label_that_says_how_a_run_speculates_is_said_once(services: FakeServices) -> None:
+    add_plain_run(services, label="without speculation")
+    add_plain_run(services, PLAIN | {"cache.block_size": 32}, label="blocks")
+    add_speculation_run(services)
+    app = page("speculation", view="Speedup")
+    names = app.selectbox(key="speculation-with-select").options
+    assert names == ["#2 blocks: without speculation, other settings", "#1 without speculation"]
+    assert [name.count("without speculation") for name in app.selectbox(key="speculation-run").options] == [0, 1, 1]
 
 
 def test_a_run_that_goes_on_shows_what_there_is(services: FakeServices) -> None:
