@@ -247,9 +247,9 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a step has been launched op by op")
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "tree", "block_size"), [("eagle", False, 1), ("eagle", True, 4), ("eagle", True, 16), ("medusa", True, 1)]
+)
 def test_plain_steps_go_on_into_blocks_that_rounds_have_left(
     graph_host: EngineHost,
     replays: Counter[str],

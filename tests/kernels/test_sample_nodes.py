@@ -125,7 +125,7 @@ def test_probabilities_are_the_target_s_after_its_filters(
 @pytest.mark.parametrize("which", IMPLEMENTATIONS)
 def test_the_share_of_drafts_that_are_drawn_is_their_probability(which: str, device: torch.device) -> None:
     """Over seeds, of a draft whose probability is a half: within five standard deviations."""
-    num_rows = 400
+    num_rows = 150
     logits = torch.full((num_rows * 2, 8), -math.inf, device=device)
     logits[:, 2], logits[:, 6] = 1.0, 1.0
     zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -145,7 +145,7 @@ def test_the_share_of_drafts_that_are_drawn_is_their_probability(which: str, dev
     for place in range(2):
         share = (found.token_ids[:, place] == 6).float().mean().item()
         assert abs(share - 0.5) < 5 * 0.5 / math.sqrt(num_rows)
-    assert 0.3 < (found.token_ids[:, 0] == found.token_ids[:, 1]).float().mean() < 0.7, "positions draw by themselves"
+    assert 0.25 < (found.token_ids[:, 0] == found.token_ids[:, 1]).float().mean() < 0.75, "positions draw by themselves"
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
