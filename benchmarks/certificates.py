@@ -73,8 +73,8 @@ def certificate(method: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def figures(verdict: Verdict) -> dict[str, Any]:
     """What a result keeps of a verdict."""
-    # Samples are as long as what is compared of them, but for their first tokens, which no round gives: the other tokens of
-    # rounds are greedy ones.
+    # Of samples those origins are counted that are compared, but for the first tokens, which no round gives: the other tokens
+    # of rounds are greedy ones.
     of_greedy = Counter(verdict.origins)
     of_greedy.subtract(verdict.sampled_origins)
     greedy = verdict.greedy

@@ -12,6 +12,8 @@ from backend.sample.random import Purpose, uniform
 from backend.sampling_params import SamplingParams
 from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
 
+MAX_TOP_K = 2**31 - 1  # one too large for an int32 is above any vocabulary, and so off
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
@@ -56,8 +58,7 @@ class SamplingTensors:
         words[: 2 * num_steps * num_rows].view(np.float64)[:] = draws
         columns[0].view(np.float32)[:] = [row.temperature for row in params]
         columns[1].view(np.float32)[:] = [row.top_p for row in params]
-        # One too large for an int32 is above any vocabulary, and so off, as int32's largest is.
-        columns[2] = [min(row.top_k, 2**31 - 1) for row in params]
+        columns[2] = [min(row.top_k, MAX_TOP_K) for row in params]
         drawn, *rows = copy_to(words, device).split((2 * num_steps * num_rows, num_rows, num_rows, num_rows))
         temperature, top_p, top_k = rows[0].view(torch.float32), rows[1].view(torch.float32), rows[2]
         by_step = drawn.view(torch.float64).view(num_steps, num_rows)

@@ -8,11 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backend.sample.metadata import SamplingMetadata, copy_to
+from backend.sample.metadata import MAX_TOP_K, SamplingMetadata, copy_to
 from backend.sample.random import Purpose, uniform
 from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
-
-MAX_TOP_K = 2**31 - 1  # one too large for an int32 is above any vocabulary, and so off
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backend.sample.filtering import draw_tokens, filtered_weights, probabilities
-from backend.sample.metadata import copy_to
+from backend.sample.metadata import MAX_TOP_K, copy_to
 from backend.sample.random import Purpose, uniform
 from backend.spec_decode.proposer import DraftRequest
 from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
@@ -37,7 +37,7 @@ class DraftSampling:
         positions = [request.position + index for request in requests for index in range(k)]
         return DraftSampling(
             temperature=copy_to(temperature, device),
-            top_k=copy_to(np.array([min(it.top_k, 2**31 - 1) for it in params], dtype=np.int32), device),
+            top_k=copy_to(np.array([min(it.top_k, MAX_TOP_K) for it in params], dtype=np.int32), device),
             top_p=copy_to(np.array([it.top_p for it in params], dtype=np.float32), device),
             draws=copy_to(uniform(seeds, positions, Purpose.DRAFT).reshape(len(params), k), device),
             filters=any(it.top_k > 0 or it.top_p < 1 for it in params),

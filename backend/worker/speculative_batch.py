@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from backend.core.output import SchedulerOutput
-from backend.sample.metadata import SamplingMetadata
-from backend.sample.speculative_sampling import MAX_TOP_K
+from backend.sample.metadata import MAX_TOP_K, SamplingMetadata
 from backend.spec_decode.proposer import DraftRequest
 from backend.worker.input_batch import SAMPLED_TOKEN, InputBatch, RequestState, StepInput
 from kernels.reference.sample_tokens import GREEDY_TEMPERATURE

@@ -35,9 +35,8 @@ from kernels.reference.verify_tree import TreeRound
 
 SIZES = (1, 2, 4, 8, MAX_TREE_REQS)  # requests
 
-VerifyTree = Callable[
-    [Tensor, Tensor, Tensor, Tensor, int, SampledNodes], TreeRound
-]  # an implementation of `verify_tree`
+# An implementation of `verify_tree`.
+VerifyTree = Callable[[Tensor, Tensor, Tensor, Tensor, int, SampledNodes], TreeRound]
 
 
 def tree_round_rows(max_num_reqs: int, tree: DraftTree) -> int:
