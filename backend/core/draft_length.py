@@ -27,7 +27,8 @@ from backend.request import Request
 FIRST_RATE = 0.6  # of a request of which nothing is known
 MEMORY = 0.93  # what a tested token leaves of the rate before it, and a round of the share of rounds that had drafts
 KEPT_SHARE = 0.95  # of the best length's speed, with which another one is kept
-# In one step of so many a token is drafted for those whose drafts are left out; and in the next, while half of them are right.
+# In one step of so many a token is drafted for those whose drafts are left out, where right ones would be worth it; and in the
+# next, while half of them are right.
 PROBE_STEPS = 32
 _RESOLUTION = 100  # of rates and shares
 
@@ -113,9 +114,9 @@ class AdaptiveLength:
         for request, k in zip(requests, limits, strict=True):
             request.draft_length = k
         # A text may have begun to repeat itself: to see that by one step in so many would take it hundreds.
-        goes_on = self._is_probe and 2 * self._num_whole >= self._num_probed > 0 and self._may_pay(len(requests))
+        goes_on = self._is_probe and 2 * self._num_whole >= self._num_probed > 0 and self.may_pay(len(requests))
         goes_on = goes_on and self._num_in_turn < PROBE_STEPS
-        self._is_probe = (goes_on or self._num_steps % PROBE_STEPS == 0) and not all(limits)
+        self._is_probe = (goes_on or self._is_due(self._num_steps, len(requests))) and not all(limits)
         self._num_in_turn = self._num_in_turn + 1 if goes_on else 0
         self._num_probed = self._num_whole = 0
         # For all in the same step: they share the passes of a draft model.
@@ -127,11 +128,16 @@ class AdaptiveLength:
 
     def repeats(self, requests: Sequence[Request], limits: Sequence[int]) -> bool:
         """Whether a step in which these decode has these limits, which then counts as such."""
-        is_probe = (self._num_steps + 1) % PROBE_STEPS == 0
-        if (is_probe and not all(limits)) or (requests and self._worth(requests) != list(limits)):
+        if requests and self._worth(requests) != list(limits):
+            return False
+        if not all(limits) and self._is_due(self._num_steps + 1, len(requests)):
             return False
         self._num_steps += 1
         return True
+
+    def _is_due(self, step: int, batch_size: int) -> bool:
+        """Whether in this step, counted from 1, it is to be seen how good drafts are that are left out."""
+        return step % PROBE_STEPS == 0 and self.may_pay(batch_size)
 
     def _worth(self, requests: Sequence[Request]) -> list[int]:
         batch_size = len(requests)
@@ -156,8 +162,8 @@ class AdaptiveLength:
             limits = [0] * batch_size
         return limits
 
-    def _may_pay(self, batch_size: int) -> bool:
-        """Whether drafts of so many requests would be worth it if all were right."""
+    def may_pay(self, batch_size: int) -> bool:
+        """Whether drafts of so many requests, once left out, would be taken up again if all were right."""
         return KEPT_SHARE * max(self._speeds(batch_size, _RESOLUTION, _RESOLUTION)) > 1
 
     def pays_at_first(self) -> bool:

@@ -112,8 +112,8 @@ def _where_it_loses(resolved: EngineConfig, cost: DraftCost) -> str:
         begins = "" if length.pays_at_first() else " It begins switched off."
         return (
             f"speculation is off in steps in which it would lose (speculative.adaptive), and trees are cut to the levels that "
-            f"pay: a whole one of {tree.num_drafted} tokens costs about {whole:.2f} plain steps with one request.{begins} One "
-            f"step in {PROBE_STEPS} drafts a level all the same, to see."
+            f"pay: a whole one of {tree.num_drafted} tokens costs about {whole:.2f} plain steps with one request.{begins} "
+            f"{_probes(length, 'a level')}"
         )
     alone, k = cost.token(1), resolved.speculative.num_speculative_tokens
     with_all = f", {cost.token(most):.2f} with {most:,}" if most and most > 1 else ""
@@ -122,9 +122,9 @@ def _where_it_loses(resolved: EngineConfig, cost: DraftCost) -> str:
     each = f"a drafted token costs about {alone:.2f} plain steps with one request{with_all}"
     if cost.of_round(1):
         each = f"a round {cost.of_round(1):.2f} plain steps more than such a step, and {each}"
-    if _never_pays(cost, k, 1):
+    if not length.may_pay(1):
         pays = f"{each}: drafts never pay, not even those that are all accepted."
-    elif most and _never_pays(cost, k, most):
+    elif most and not length.may_pay(most):
         pays = f"{each}, where drafts never pay, not even those that are all accepted."
         if not cost.of_round(1):
             pays += f" With one request those pay that are accepted more often than {alone:.2f}."
@@ -133,14 +133,12 @@ def _where_it_loses(resolved: EngineConfig, cost: DraftCost) -> str:
     else:
         pays = f"{each}, and drafts pay that are accepted more often than that."
     return (
-        f"speculation is off in steps in which it would lose (speculative.adaptive): {pays}{begins} One step in {PROBE_STEPS} "
-        "drafts all the same, to see."
+        f"speculation is off in steps in which it would lose (speculative.adaptive): {pays}{begins} "
+        f"{_probes(length, 'a token')}"
     )
 
 
-def _never_pays(cost: DraftCost, k: int, batch_size: int) -> bool:
-    """Whether k drafts for each of so many requests cost no less than the k plain steps that they save at best.
-
-    To the two digits that are shown: no draft is accepted more often than "1.00".
-    """
-    return round(cost.token(batch_size) + cost.of_round(batch_size) / k, 2) >= 1
+def _probes(length: AdaptiveLength, what: str) -> str:
+    if not length.may_pay(1):
+        return "Nothing is drafted then, unless speculative.adaptive is false."
+    return f"One step in {PROBE_STEPS} drafts {what} all the same, to see."

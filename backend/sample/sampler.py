@@ -59,18 +59,20 @@ class Sampler:
         logits: fp32 [num_rows, vocab_size]; banned tokens are overwritten there.
         """
         _ban(logits, metadata.banned_token_ids)
-        return self._choose(logits, self._ahead.tensors(metadata, logits.device))
-
-    def again(self, logits: Tensor) -> SampledTensors:
-        """The same for the rows of the last call, each one position further, for which nothing is banned."""
-        return self._choose(logits, self._ahead.next(logits.device))
-
-    def _choose(self, logits: Tensor, tensors: SamplingTensors | None) -> SampledTensors:
+        tensors = self.tensors(metadata, logits.device)
         if tensors is None:
             return SampledTensors(*self._ops.greedy_tokens(logits))
         return SampledTensors(
             *self._ops.sample_tokens(logits, tensors.temperature, tensors.top_k, tensors.top_p, tensors.draws)
         )
+
+    def tensors(self, metadata: SamplingMetadata, device: torch.device) -> SamplingTensors | None:
+        """What these rows are drawn by; None: all are greedy."""
+        return self._ahead.tensors(metadata, device)
+
+    def following(self, device: torch.device) -> SamplingTensors | None:
+        """The same for the rows that were last asked for, each one position further."""
+        return self._ahead.next(device)
 
 
 def _ban(logits: Tensor, banned_token_ids: list[tuple[int, ...]]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
+from backend.sample.metadata import SamplingTensors
 from backend.worker.decoders import StepDecoder
 from backend.worker.graph_pass import GraphPass, Keep
 from backend.worker.input_batch import SAMPLED_TOKEN, RepeatInput, StepInput
@@ -24,6 +25,9 @@ from backend.worker.step_tensors import HostBuffers, write_parts
 from kernels.ops.decode_positions import decode_positions
 from kernels.ops.greedy_tokens import greedy_tokens
 from kernels.ops.record_tokens import record_tokens
+
+if TYPE_CHECKING:
+    from backend.worker.draw_graphs import DrawGraphs
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448)
 # With few requests, how attention is best cut depends on how long they are: those sizes have a second, shorter graph.
@@ -64,6 +68,7 @@ class DecodeGraphs:
     max_num_reqs: largest batch.
     max_num_blocks: blocks of the longest request.
     num_groups: KV groups of the model.
+    draws: behind the graphs of steps.
     keep: what is to be kept of each pass; None: nothing.
     """
 
@@ -79,6 +84,7 @@ class DecodeGraphs:
         max_num_blocks: int,
         block_size: int,
         num_groups: int = 1,
+        draws: DrawGraphs,
         keep: Keep | None = None,
     ) -> None:
         self._keep = keep
@@ -92,6 +98,7 @@ class DecodeGraphs:
         self._num_groups = num_groups
         self._padding_row = sampled_token_ids.numel() - 1
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._draws = draws
         self._last: _Graph | None = None  # the one whose tensors describe the step that follows
         self._sizes = [*(size for size in SIZES if size < max_num_reqs), max_num_reqs]
         short = SHORT_CONTEXT // block_size
@@ -104,13 +111,16 @@ class DecodeGraphs:
         self._block_tables = torch.zeros(num_entries, dtype=torch.int32, device=self._device)
 
     def __len__(self) -> int:
-        return len(self._keys())
+        return len(self._keys()) + len(self._sizes)
 
     @torch.inference_mode()
     def capture(self, pool: object, on_progress: Callable[[], None]) -> None:
         """Capture every graph, the largest first, so that the others fit into its memory."""
         for size, width in self._keys():
             self._graphs[size, width] = self._capture(size, width, pool)
+            on_progress()
+        for size in reversed(self._sizes):
+            self._draws.capture(self._rows(size)[2], pool)
             on_progress()
 
     @property
@@ -168,6 +178,11 @@ class DecodeGraphs:
             graph.block_tables.view(-1).index_copy_(0, entries, ids)
         return self._run(graph, len(step.request_ids))
 
+    def draw(self, tensors: SamplingTensors) -> Tensor:
+        """Draw instead of choosing greedily, from the logits of the last step; see `DrawGraphs.replay`."""
+        assert self._last is not None
+        return self._draws.replay(self._last.size, tensors)
+
     def _run(self, graph: _Graph, num_reqs: int) -> DecodeOutput:
         graph.graph.replay()
         self.left = graph.left
@@ -176,9 +191,13 @@ class DecodeGraphs:
     def _widths_of(self, size: int) -> tuple[int, ...]:
         return self._widths if size <= MAX_SIZE_WITH_SHORT else self._widths[-1:]
 
+    def _rows(self, size: int) -> Tensor:
+        """int64 [3, size], where a graph reads each request's token, its row and, where it samples, its row again."""
+        return self._inputs[: 24 * size].view(torch.int64).view(3, size)
+
     def _capture(self, size: int, width: int, pool: object) -> _Graph:
         inputs = self._inputs[: _num_input_bytes(size)]
-        token_ids, rows, sampled_rows = inputs[: 24 * size].view(torch.int64).view(3, size)
+        token_ids, rows, sampled_rows = self._rows(size)
         token_ids.fill_(SAMPLED_TOKEN)
         rows.fill_(self._padding_row)
         sampled_rows.fill_(self._padding_row)

@@ -13,6 +13,7 @@ from backend.attention.metadata import LayerCache
 from backend.config import EngineConfig
 from backend.worker.decode_graphs import DecodeGraphs
 from backend.worker.decoders import StepDecoder
+from backend.worker.draw_graphs import DrawGraphs
 from backend.worker.graph_pass import Keep
 from backend.worker.mixed_graphs import MixedGraphs
 
@@ -41,6 +42,7 @@ def capture_graphs(
     num_logits: int,
     on_progress: Callable[[int, int], None],
     keep: Keep | None = None,
+    has_trees: bool = False,
     more: Callable[[DecodeGraphs, MixedGraphs, Tensor], Sequence[GraphSet]] = lambda decode, mixed, logits: (),
 ) -> tuple[DecodeGraphs, MixedGraphs]:
     """Args:
@@ -50,6 +52,7 @@ def capture_graphs(
     num_logits: rows of logits that a step may want beyond one for each request.
     on_progress: gets graphs done and in all.
     keep: what is to be kept of each pass of the model; None: nothing.
+    has_trees: whether rows of mixed steps may be nodes of trees.
     more: gets those graphs and where all leave their logits, float32 [num_rows, vocab_size]; further ones, captured behind them.
     """
     scheduler, block_size = config.scheduler, config.cache.block_size
@@ -68,6 +71,7 @@ def capture_graphs(
         max_num_blocks=max_num_blocks,
         num_groups=num_groups,
         keep=keep,
+        has_trees=has_trees,
     )
     decode = DecodeGraphs(
         *parts,
@@ -75,6 +79,7 @@ def capture_graphs(
         max_num_blocks=max_num_blocks,
         block_size=block_size,
         num_groups=num_groups,
+        draws=DrawGraphs(logits[:max_num_reqs], sampled_token_ids),
         keep=keep,
     )
     sets: list[GraphSet] = [mixed, decode, *more(decode, mixed, logits)]

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from torch import Tensor
 
 from backend.core.draft_length import DraftCost
-from backend.sample.metadata import copy_to
 from backend.spec_decode.lookahead import LookaheadProposer, WindowLayout
 from backend.worker.input_batch import StepInput
 from backend.worker.lookahead_batch import LookaheadInputBatch
 from backend.worker.speculation import Draft
 from backend.worker.speculative_batch import Verification
 from backend.worker.speculative_runner import SpeculativeModelRunner
-from backend.worker.step_tensors import to_device
 
-# How much longer a step takes op by op than in a graph, in steps, where launching takes longer than computing: of a model of 135
-# million parameters several ms instead of 0.4.
-LAUNCH_COST = 5.0
+MAX_GRAPH_REQS = (
+    16  # of a round in a graph, whose rows of logits all graphs then have; larger ones are launched op by op
+)
 
 
 class LookaheadModelRunner(SpeculativeModelRunner):
-    """Rounds are launched op by op: no graph has their mask. Plain steps and prompts have their graphs as ever."""
+    """Rounds run as mixed steps, whose graphs have a mask for the windows; they do not follow each other without the host."""
 
     _batch_class = LookaheadInputBatch
     _has_graph_rounds = False
+    _has_trees = True
+
+    @property
+    def _num_logits(self) -> int:
+        assert self._config.scheduler.max_num_seqs is not None
+        num_rows = 1 + self._config.speculative.num_speculative_tokens + self.layout.num_columns
+        return min(self._config.scheduler.max_num_seqs, MAX_GRAPH_REQS) * num_rows
+
+    @property
+    def _graph_bytes(self) -> int:
+        return super()._graph_bytes + 4 * self._num_logits * self.loaded.config.vocab_size
 
     @property
     def layout(self) -> WindowLayout:
@@ -35,11 +42,8 @@ class LookaheadModelRunner(SpeculativeModelRunner):
 
     @property
     def draft_cost(self) -> float:
-        """Of a round, the window's nodes and what it takes longer than in a graph; shared out among the drafts."""
-        assert self._decoder is not None
+        """Of a round the window's nodes, shared out among the drafts."""
         cost = self.layout.num_nodes * DraftCost(device=self._device.type).verify(1)
-        if self._decoder.launch_bound and not self._config.kernels.enforce_eager:
-            cost += LAUNCH_COST
         return cost / self._config.speculative.num_speculative_tokens
 
     def notices(self, max_model_len: int) -> tuple[str, ...]:
@@ -55,8 +59,6 @@ class LookaheadModelRunner(SpeculativeModelRunner):
                 f"speculation is off: a step with a window has {num_tokens:,} tokens at least, and "
                 f"scheduler.max_num_batched_tokens is {budget:,}."
             ]
-        elif not self._config.kernels.enforce_eager:
-            notices.append("rounds of speculation run without CUDA graphs: those have no mask for a window of guesses.")
         return (*super().notices(max_model_len), *notices)
 
     def _make_proposer(self) -> LookaheadProposer:
@@ -69,13 +71,10 @@ class LookaheadModelRunner(SpeculativeModelRunner):
         assert speculation is not None
         windows = self._proposer.windows(verification.request_ids)
         wide = batch.with_windows(step, verification, windows, layout)
-        tensors = to_device(wide.step, self._uploads, self._device)
-        speculation.put_drafts(tensors.token_ids, draft, wide.verification)
-        trees = copy_to(wide.tree_mask, self._device), copy_to(wide.tree_starts, self._device)
-        tensors = replace(tensors, metadata=tensors.metadata.with_trees(*trees))
-        indices = np.concatenate((wide.step.logits_indices, wide.verification.logits_indices, wide.last_row))
-        logits = self._logits(self._hidden(tensors)[copy_to(indices, self._device)])
-        num_asked = len(indices) - len(wide.last_row)
+        indices = np.concatenate((wide.verification.logits_indices, wide.last_row))
+        trees = wide.tree_mask, wide.tree_starts
+        logits = self._logits_behind(wide.step, indices, draft, wide.verification, trees)
+        num_asked = len(logits) - len(wide.last_row)
         guesses, _ = self._sampling_ops.greedy_tokens(logits[num_asked:])
         self._proposer.observe(verification.request_ids, guesses.view(-1, layout.num_columns))
         return logits[:num_asked]

@@ -7,7 +7,7 @@ the null block only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ class MixedGraphs:
     max_num_blocks: blocks of the longest request.
     num_groups: KV groups of the model.
     keep: what is to be kept of each pass; None: nothing.
+    has_trees: whether rows may be nodes of trees.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class MixedGraphs:
         max_num_blocks: int,
         num_groups: int = 1,
         keep: Keep | None = None,
+        has_trees: bool = False,
     ) -> None:
         self._keep = keep
         self.left: GraphPass | None = None
@@ -81,6 +83,7 @@ class MixedGraphs:
         self._block_tables = torch.zeros(
             num_groups, max_num_reqs, max_num_blocks, dtype=torch.int32, device=self._device
         )
+        self._trees = _Trees(self._sizes[-1], max_num_reqs, self._device) if has_trees and self._sizes else None
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -102,12 +105,18 @@ class MixedGraphs:
         return fits and self._size(len(step.token_ids)) is not None
 
     def replay(
-        self, step: StepInput, buffers: HostBuffers, fill: Callable[[Tensor], None] = lambda token_ids: None
+        self,
+        step: StepInput,
+        buffers: HostBuffers,
+        fill: Callable[[Tensor], None] = lambda token_ids: None,
+        trees: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> DecodeOutput:
         """Start a step; the output has a row for each of its `logits_indices`, in order.
 
         Args:
             fill: gets the step's tokens on the device, int64, and may put some there that the host does not know.
+            trees: int64 [num_tokens] and int32 [num_reqs], the mask and the starts of `AttentionMetadata`; None: no row is a
+                node.
         """
         num_tokens, num_reqs, num_sampled = len(step.token_ids), step.num_reqs, len(step.sampled_rows)
         size = self._size(num_tokens)
@@ -132,6 +141,8 @@ class MixedGraphs:
         entries = remote[fixed:].view(torch.int32).view(step.block_tables.shape)
         self._block_tables[:, :num_reqs, : step.block_tables.shape[2]].copy_(entries)
         fill(graph.tensors.token_ids)
+        if self._trees is not None:
+            self._trees.put(trees, buffers)
         graph.graph.replay()
         self.left = graph.left
         return DecodeOutput(graph.output.logits[:num_sampled], graph.output.outcomes[:num_sampled])
@@ -166,6 +177,8 @@ class MixedGraphs:
         inputs = self._inputs[: host.numel()]
         inputs.copy_(host)
         tensors = device_views(inputs, padding, self._block_tables)
+        if self._trees is not None:
+            tensors = replace(tensors, metadata=tensors.metadata.with_trees(*self._trees.of_size(size)))
 
         def run() -> tuple[DecodeOutput, GraphPass | None]:
             hidden = self._decoder.forward(
@@ -186,3 +199,28 @@ class MixedGraphs:
 
         graph, (output, left) = capture_graph(run, pool, self._device)
         return _Graph(graph, tensors, output, left)
+
+
+class _Trees:
+    """Which rows of a step are nodes of trees, where the graphs read it; none until some are put there."""
+
+    def __init__(self, max_num_tokens: int, max_num_reqs: int, device: torch.device) -> None:
+        self._mask = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
+        self._starts = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._num_masked = 0
+
+    def of_size(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        return self._mask[:num_tokens], self._starts
+
+    def put(self, trees: tuple[np.ndarray, np.ndarray] | None, buffers: HostBuffers) -> None:
+        self._mask[: self._num_masked].fill_(-1)  # of the last step
+        self._num_masked = 0
+        if trees is None:
+            return
+        mask, starts = trees
+        host = buffers.next(mask.nbytes + starts.nbytes)
+        write_parts(host, [mask, starts])
+        remote = host.to(self._mask.device, non_blocking=True)
+        self._mask[: len(mask)].copy_(remote[: mask.nbytes].view(torch.int64))
+        self._starts[: len(starts)].copy_(remote[mask.nbytes :].view(torch.int32))
+        self._num_masked = len(mask)

@@ -33,7 +33,7 @@ from backend.worker.token_download import TokenDownload
 from kernels.reference.record_tokens import record_tokens as reference_record_tokens
 
 if TYPE_CHECKING:
-    from backend.worker.decode_graphs import DecodeGraphs
+    from backend.worker.decode_graphs import DecodeGraphs, DecodeOutput
     from backend.worker.graph_pass import Keep
     from backend.worker.graphs import GraphSet
     from backend.worker.mixed_graphs import MixedGraphs
@@ -45,6 +45,7 @@ class ModelRunner:
     """Owns every tensor of the engine. Built, used and shut down on one thread."""
 
     _batch_class: type[InputBatch] = InputBatch
+    _has_trees = False  # whether rows of a mixed step in graphs may be nodes of trees
 
     def __init__(self, config: EngineConfig) -> None:
         """Args:
@@ -80,9 +81,7 @@ class ModelRunner:
         self._batch: InputBatch | None = None
         self._decode_graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
-        self._drawn_rows: Tensor | None = (
-            None  # of the last step, if one that repeats it bans nothing and draws as well
-        )
+        self._draws_again = False  # that the last step drew and banned nothing, and so does one that repeats it
 
     def load_model(self, source: ModelSource, on_progress: Callable[[float, float], None] | None = None) -> LoadedModel:
         """Read the weights onto the device; `on_progress` gets bytes done and in all."""
@@ -192,6 +191,7 @@ class ModelRunner:
                 num_logits=self._num_logits,
                 on_progress=on_progress,
                 keep=self._keep,
+                has_trees=self._has_trees,
                 more=self._more_graphs,
             )
         except RuntimeError as error:
@@ -274,23 +274,25 @@ class ModelRunner:
         max_seq_len = batch.repeats(scheduled) if graphs is not None else None
         if graphs is None or max_seq_len is None or not graphs.holds(max_seq_len):
             return None
-        rows = self._drawn_rows
-        step = batch.build_repeat(scheduled, with_sampling=rows is None)
+        step = batch.build_repeat(scheduled, with_sampling=not self._draws_again)
         output = graphs.replay_again(step, self._uploads)
-        if rows is not None:
-            return step.request_ids, self._record(self._sampler.again(output.logits), rows)
+        if self._draws_again:
+            tensors = self._sampler.following(self._device)
+            return step.request_ids, output.outcomes if tensors is None else graphs.draw(tensors)
         if step.sampling is None:
             return step.request_ids, output.outcomes
-        return step.request_ids, self._draw(output.logits, step.sampling, self._upload(step.rows))
+        return step.request_ids, self._draw(graphs, output, step.sampling, step.rows)
 
-    def _draw(self, logits: Tensor, sampling: SamplingMetadata, rows: Tensor) -> Tensor:
+    def _draw(self, graphs: DecodeGraphs, output: DecodeOutput, sampling: SamplingMetadata, rows: np.ndarray) -> Tensor:
         """`_sample` of a step that may be repeated."""
-        if not any(sampling.banned_token_ids):
-            self._drawn_rows = rows
-        return self._sample(logits, sampling, rows)
+        if any(sampling.banned_token_ids):
+            return self._sample(output.logits, sampling, self._upload(rows))
+        self._draws_again = True
+        tensors = self._sampler.tensors(sampling, self._device)
+        return output.outcomes if tensors is None else graphs.draw(tensors)
 
     def _carry_out(self, step: StepInput) -> tuple[list[str], Tensor]:
-        graphs, self._drawn_rows = self._decode_graphs, None
+        graphs, self._draws_again = self._decode_graphs, False
         if graphs is not None:
             if graphs.fits(step):
                 return step.sampled_request_ids, self._replay(graphs, step)
@@ -308,7 +310,7 @@ class ModelRunner:
         if len(step.sampled_reqs) == step.num_reqs:
             if step.sampling is None:
                 return output.outcomes
-            return self._draw(output.logits, step.sampling, self._upload(step.sampled_rows))
+            return self._draw(graphs, output, step.sampling, step.sampled_rows)
         # Rows that are in the middle of their prompt have no token; they come with small budgets only.
         reqs = self._upload(step.sampled_reqs)
         if step.sampling is None:

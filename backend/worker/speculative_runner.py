@@ -12,6 +12,7 @@ from torch import Tensor
 
 from backend.config import EngineConfig
 from backend.core.output import PendingOutput, SchedulerOutput
+from backend.sample.metadata import copy_to
 from backend.sample.rejection_sampler import RejectionSampler, VerifiedRound
 from backend.spec_decode.draft_model import DraftModel, DraftModelProposer
 from backend.spec_decode.ngram import NgramProposer
@@ -286,18 +287,36 @@ class SpeculativeModelRunner(DraftModelRunner):
 
     def _run_drafted(self, step: StepInput, draft: Draft, verification: Verification) -> Tensor:
         """float32 [num_rows, vocab_size] of the step's `logits_indices` and, behind them, those of the verification."""
+        return self._logits_behind(step, verification.logits_indices, draft, verification)
+
+    def _logits_behind(
+        self,
+        step: StepInput,
+        indices: np.ndarray,
+        draft: Draft,
+        verification: Verification,
+        trees: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> Tensor:
+        """float32 [num_rows, vocab_size] of the step's `logits_indices` and, behind them, of further tokens of it.
+
+        Args:
+            indices: int64, of those.
+            trees: see `MixedGraphs.replay`.
+        """
         speculation = self._speculation
         assert speculation is not None
-        num_verified = len(verification.logits_indices)
-        padding_rows = np.full(num_verified, self._last_tokens.numel() - 1, dtype=np.int64)
+        padding_rows = np.full(len(indices), self._last_tokens.numel() - 1, dtype=np.int64)
         step = replace(
             step,
-            logits_indices=np.concatenate((step.logits_indices, verification.logits_indices)),
+            logits_indices=np.concatenate((step.logits_indices, indices)),
             sampled_rows=np.concatenate((step.sampled_rows, padding_rows)),
         )
         fill = partial(speculation.put_drafts, draft=draft, verification=verification)
         if self._mixed_graphs is not None and self._mixed_graphs.fits(step):
-            return self._mixed_graphs.replay(step, self._uploads, fill).logits
+            return self._mixed_graphs.replay(step, self._uploads, fill, trees).logits
         tensors = to_device(step, self._uploads, self._device)
         fill(tensors.token_ids)
+        if trees is not None:
+            mask, starts = (copy_to(array, self._device) for array in trees)
+            tensors = replace(tensors, metadata=tensors.metadata.with_trees(mask, starts))
         return self._logits(self._hidden(tensors)[tensors.logits_indices])

@@ -27,7 +27,7 @@ def test_a_run_says_what_drafts_cost_and_that_it_leaves_them_out_where_they_lose
     said = notices()
     assert "off in steps in which it would lose (speculative.adaptive)" in said
     assert "about 0.22 plain steps with one request, 0.82 with 16, and drafts pay that are accepted more often" in said
-    assert f"One step in {PROBE_STEPS} drafts all the same" in said
+    assert f"One step in {PROBE_STEPS} drafts a token all the same" in said
     assert "switched off" not in said
     alone = notices(scheduler__max_num_seqs=1)
     assert "about 0.22 plain steps with one request, and drafts pay" in alone
@@ -59,7 +59,7 @@ def test_no_rate_is_named_that_cannot_be(draft: float, round_cost: float, k: int
         f"about {draft + 0.22:.2f} plain steps with one request, {draft + 0.82:.2f} with 16: drafts never pay" in said
     )
     assert "more often" not in said
-    assert "It begins switched off." in said
+    assert "It begins switched off. Nothing is drafted then, unless speculative.adaptive is false." in said
 
 
 def test_drafts_that_pay_with_one_request_only_are_told_apart() -> None:

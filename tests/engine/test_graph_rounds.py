@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from backend.core.draft_length import DraftCost
 from backend.engine.engine_host import EngineHost
 from backend.models.sources import resolve_source
 from backend.spec_decode.heads.head_config import HeadKind
 from backend.spec_decode.heads.target import DenseTarget
 from backend.worker.decoders import ReferenceDecoder
+from backend.worker.draft_model_runner import DraftModelRunner
 from tests.engine.driving import answers, check_idle, config_of, held, submit
 from tests.engine.heads import KINDS, answers_and_rounds, check_drafts, heading, load_drafter, random_head, save
 from tests.engine.looking_up import count_rounds
@@ -72,6 +74,8 @@ def test_heads_in_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tokens are the dense model's, and drafts those of the head alone; twice, with and without a prefix in the cache."""
+    if name == ADAPTIVE:  # as much as beside a large model: beside this one it would never be worth it
+        monkeypatch.setattr(DraftModelRunner, "cost", DraftCost(0.5, "cuda"))
     graph_host.load(heading(tiny_llama, kind, heads[kind], **SMALL, **MATRIX[name]))
     drafter = load_drafter(heads[kind], tiny_llama)
     monkeypatch.setattr(ReferenceDecoder, "forward", _refuse)

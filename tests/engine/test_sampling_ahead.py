@@ -65,6 +65,6 @@ def test_tokens_are_those_without_graphs(
     monkeypatch.setattr(SamplingTensors, "build_steps", staticmethod(counted))
     graph_host.load(config_of(tiny_llama, **OPTIONS))
     assert collect(graph_host) == expected
-    assert replays["decode_graphs"] > 40
+    assert replays["decode_graphs"] >= replays["draw_graphs"] > 40
     assert max(built) > 1
     assert len(built) < replays["decode_graphs"]

@@ -24,6 +24,7 @@ from backend.attention.triton import TritonAttention  # noqa: E402
 from backend.models.triton_decoder import TritonDecoder  # noqa: E402
 from backend.worker import decode_graphs, graph_sizes  # noqa: E402
 from backend.worker.decode_graphs import DecodeGraphs  # noqa: E402
+from backend.worker.draw_graphs import DrawGraphs  # noqa: E402
 from backend.worker.mixed_graphs import MixedGraphs  # noqa: E402
 
 DEVICE = torch.device("cuda")
@@ -95,7 +96,13 @@ def make_engine(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> Engin
     logits = torch.empty(MAX_NUM_REQS, CONFIG.vocab_size, device=DEVICE)
     parts = (decoder, attention, caches[0], token_ids[0], logits)
     max_num_blocks = MAX_MODEL_LEN // BLOCK_SIZE
-    graphs = DecodeGraphs(*parts, max_num_reqs=MAX_NUM_REQS, max_num_blocks=max_num_blocks, block_size=BLOCK_SIZE)
+    graphs = DecodeGraphs(
+        *parts,
+        max_num_reqs=MAX_NUM_REQS,
+        max_num_blocks=max_num_blocks,
+        block_size=BLOCK_SIZE,
+        draws=DrawGraphs(logits, token_ids[0]),
+    )
     mixed = MixedGraphs(*parts, max_num_tokens=MAX_NUM_TOKENS, max_num_reqs=MAX_NUM_REQS, max_num_blocks=max_num_blocks)
     pool, captured = torch.cuda.graph_pool_handle(), []
     mixed.capture(pool, lambda: captured.append("mixed"))

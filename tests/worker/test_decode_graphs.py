@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from backend.core.output import NewRequestData, SchedulerOutput
+from backend.sample.metadata import SamplingMetadata, SamplingTensors
 from backend.sampling_params import SamplingParams
 from backend.worker.input_batch import InputBatch
+from kernels.reference.sample_tokens import sample_tokens
 from tests.worker.graph_engine import (
     BLOCK_SIZE,
     CONFIG,
+    DEVICE,
     MAX_MODEL_LEN,
     MAX_NUM_REQS,
     NUM_BLOCKS,
@@ -116,6 +119,38 @@ def test_replays_equal_eager_steps(engine: Engine, num_reqs: int, is_long: bool)
     assert last.width == (MAX_MODEL_LEN if is_long else SHORT_CONTEXT) // BLOCK_SIZE
     assert last.size == min(size for size in (1, 2, 4, 8, 16, 20) if size >= num_reqs)
     check_caches(engine, written, has_padding=last.size > num_reqs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_reqs", [1, 3, 8, 17, 20])
+@torch.inference_mode()
+def test_draws_equal_those_of_the_reference(engine: Engine, num_reqs: int) -> None:
+    """Of several steps that share their parameters, of others behind them, and of fewer requests than the graph has rows."""
+    engine.fill_caches()
+    requests = Requests(lengths_of(num_reqs, False))
+    batch = InputBatch(MAX_NUM_REQS, MAX_MODEL_LEN, BLOCK_SIZE)
+    scheduled = requests.first_step()
+    batch.update(scheduled)
+    step = batch.build(scheduled)
+    params = [
+        SamplingParams(temperature=(0.0, 0.7, 1.3)[index % 3], top_k=(0, 5)[index % 2], top_p=(1.0, 0.8)[index % 2])
+        for index in range(num_reqs)
+    ]
+    seen = set()
+    for first_position in (0, 100):
+        metadata = SamplingMetadata(
+            params[::-1] if first_position else params, [first_position] * num_reqs, [()] * num_reqs
+        )
+        for tensors in SamplingTensors.build_steps(metadata, 4, DEVICE):
+            logits = engine.graphs.replay(step, engine.buffers).logits.clone()
+            outcomes = engine.graphs.draw(tensors)
+            given = (tensors.temperature, tensors.top_k, tensors.top_p, tensors.draws)
+            expected, finite = sample_tokens(logits.cpu(), *(tensor.cpu() for tensor in given))
+            assert finite.all()
+            assert outcomes.tolist() == expected.tolist()
+            assert engine.graph_token_ids[torch.from_numpy(step.sampled_rows)].tolist() == expected.tolist()
+            seen.add(tuple(expected.tolist()))
+    assert len(seen) > 1 or num_reqs == 1, "draws differ from step to step"
 
 
 @pytest.mark.gpu
