@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import streamlit as st
 
 from app.components import links, notes, widgets
@@ -16,14 +19,20 @@ from db.run_rows import Run
 def without_speculation(run: Run) -> None:
     """A button to the same run, decoded one token a step."""
     if _button("Set up the run without speculation", "speculation-plain", "without speculation."):
-        _fill(run, speculates=False)
+        _fill(run, "without speculation", {"speculative": {}})
 
 
 def with_speculation(run: Run) -> None:
     """A button to the same run, with who drafts best of what comes with the program."""
     drafter = "with the EAGLE head that comes for its model to draft, or n-grams where none does."
     if _button("Set up the run with speculation", "speculation-drafted", drafter):
-        _fill(run, speculates=True)
+        _fill(run, "with speculation", {"speculative": {}}, _drafted)
+
+
+def always_drafting(run: Run) -> None:
+    """A button to the same run, with drafts in every step, whether they pay or not."""
+    if _button("Set up the run with drafts in every step", "speculation-always", "and speculative.adaptive off."):
+        _fill(run, "always drafting", {"speculative": {**run.config["speculative"], "adaptive": False}})
 
 
 def _button(name: str, key: str, how: str) -> bool:
@@ -31,12 +40,17 @@ def _button(name: str, key: str, how: str) -> bool:
     return st.button(name, icon=":material/play_arrow:", key=key, help=help_text)
 
 
-def _fill(run: Run, *, speculates: bool) -> None:
+def _fill(
+    run: Run,
+    label: str,
+    sections: Mapping[str, Any],
+    changed: Callable[[EngineConfig], EngineConfig] = lambda config: config,
+) -> None:
+    """Args:
+    sections: of the run's settings, in place of its own.
+    """
     try:
-        config = EngineConfig.from_dict({**run.config, "speculative": {}})
-        if speculates:
-            config = _drafted(config)
-        label = "with speculation" if speculates else "without speculation"
+        config = changed(EngineConfig.from_dict({**run.config, **sections}))
         widgets.fill(fill_form(config, Workload.from_dict(run.workload), label))
     except ServeLabError as error:  # stored by a version that knew other settings
         st.error(notes.plain(f"This version cannot repeat the run: {error}"), icon=":material/error:")

@@ -82,6 +82,8 @@ def source_of(services: Services, run: Run) -> Source | None:
         )
         st.info(text, icon=":material/hourglass_empty:")
         notes.show(run.notices)
+        if run.is_final and run.config["speculative"].get("adaptive"):
+            speculation_setup.always_drafting(run)
         return None
     if source.problem is not None:
         text = f"Of run #{run.run_id} rounds up to step {source.history.next_step - 1:,} are shown: {source.problem}."

@@ -132,6 +132,22 @@ def test_a_run_with_speculation_is_set_up_on_the_run_page(
     assert values["label"] == "with speculation"
 
 
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_a_run_that_never_drafted_is_set_up_to_draft_in_every_step(services: FakeServices, adaptive: bool) -> None:
+    """Where it did not because it would not have paid."""
+    settings = NGRAM | {"speculative.adaptive": adaptive}
+    run_id, _ = add_speculation_run(services, settings, speculates=False)
+    app = page("speculation", run=str(run_id))
+    assert f"Run #{run_id} has no round" in words(app)
+    name = "Set up the run with drafts in every step"
+    assert (name in [button.label for button in app.button]) == adaptive
+    if adaptive:
+        press(app, name)
+        values = {key: app.session_state[f"{PREFIX}{key}"] for key in default_values()}
+        config = EngineConfig().with_overrides(NGRAM | {"speculative.adaptive": False})
+        assert read_form(values) == (config, Workload())
+
+
 def test_it_begins_with_the_newest_run_that_speculated(services: FakeServices) -> None:
     run_id, made = add_speculation_run(services, label="with")
     add_plain_run(services)
