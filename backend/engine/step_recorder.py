@@ -141,9 +141,10 @@ class StepRecorder:
         """Each request's tokens whose KV the step leaves behind, in batch order, and how many others it ran."""
         num_emitted = {event.request_id: len(event.token_ids) for event in events}
         self._emit(SPECULATION_KIND, self._speculation.append(self._step, rounds, positions, num_emitted))
-        accepted = dict(zip(rounds.request_ids, rounds.num_accepted, strict=True))
         _add_accepted(step, rounds)
-        num_tokens = {key: count + accepted.get(key, 0) for key, count in step.scheduled.num_scheduled_tokens.items()}
+        num_tokens = step.scheduled.num_scheduled_tokens.copy()
+        for request_id, num_accepted in zip(rounds.request_ids, rounds.num_accepted, strict=True):
+            num_tokens[request_id] += num_accepted
         return num_tokens, sum(rounds.num_verified) - sum(rounds.num_accepted)
 
     def _emit(self, kind: str, chunk: LedgerChunk | None) -> None:

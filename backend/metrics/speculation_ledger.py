@@ -20,14 +20,16 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from dataclasses import asdict, dataclass
+from array import array
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from backend.errors import DatabaseError
 from backend.metrics.ledger import LedgerChunk
+from backend.metrics.ledger_format import IdTable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, Sequence, Set
 
     import numpy as np
 
@@ -73,20 +75,70 @@ def round_to_dict(each: Round) -> dict[str, Any]:
     return values
 
 
-@dataclass(slots=True)
-class _Step:
-    step: int
-    rounds: DraftRounds
-    kept: list[int]  # rows of `rounds` that are recorded
-    positions: list[int]  # of those
-    num_emitted: list[int]
+class _Columns:
+    """A chunk's rounds. Numbers are kept unboxed, so that neither keeping nor encoding them takes Python objects."""
+
+    def __init__(self) -> None:
+        self.ids = IdTable()
+        # Of a step: its number, rounds, width of its rows of drafts, and the two times.
+        self.steps: list[tuple[int, int, int, float, float]] = []
+        # Of a round.
+        self.id_indices, self.positions = array("I"), array("I")
+        self.token_ids = array("l")  # where logits were not usable, a token is no more than some number
+        self.num_drafted, self.num_accepted = array("I"), array("I")
+        self.num_emitted, self.num_nodes = array("I"), array("I")
+        # Of a drafted token, step by step as they come: int64 [rounds, width] and float32 [3, rounds, width].
+        self.draft_token_ids, self.probs = bytearray(), bytearray()
+
+    def add(self, step: int, rounds: DraftRounds, positions: list[int], num_emitted: list[int]) -> None:
+        """Args:
+        positions, num_emitted: of each round.
+        """
+        ids, num_rounds = self.ids, len(positions)
+        self.id_indices.fromlist([ids[request_id] for request_id in rounds.request_ids])
+        self.positions.fromlist(positions)
+        self.token_ids.fromlist(rounds.token_ids)
+        self.num_drafted.fromlist(rounds.num_draft_tokens)
+        self.num_accepted.fromlist(rounds.num_accepted)
+        self.num_emitted.fromlist(num_emitted)
+        self.num_nodes.fromlist(rounds.num_nodes or [0] * num_rounds)
+        drafts = rounds.draft_token_ids
+        self.draft_token_ids += drafts.tobytes()
+        self.probs += rounds.probs.tobytes()
+        self.steps.append((step, num_rounds, drafts.shape[1], rounds.draft_ms, rounds.verify_ms))
+
+    def encode(self) -> bytes:
+        import numpy as np
+
+        steps, num_rounds, widths, *times = (np.array(column) for column in zip(*self.steps, strict=True))
+        num_drafted = np.asarray(self.num_drafted)
+        # A row may be longer than its draft, and those of one step longer than those of another.
+        row_widths = np.repeat(widths, num_rounds)
+        depths = np.arange(row_widths.sum()) - np.repeat(row_widths.cumsum() - row_widths, row_widths)
+        drafted = np.flatnonzero(depths < np.repeat(num_drafted, row_widths))
+        # Of a step, all probabilities of a kind are in front of those of the next kind.
+        sizes = num_rounds * widths
+        step_of = np.repeat(np.repeat(np.arange(len(steps)), num_rounds), num_drafted)
+        firsts, strides = drafted + 2 * (sizes.cumsum() - sizes)[step_of], sizes[step_of]
+        probs = np.frombuffer(self.probs, dtype=np.float32)
+        of_a_step = (steps, num_rounds, *times)
+        of_a_round = (self.id_indices, self.positions, self.token_ids, num_drafted)
+        of_a_round += (self.num_accepted, self.num_emitted, self.num_nodes)
+        of_a_draft = [np.frombuffer(self.draft_token_ids, dtype=np.int64)[drafted]]
+        of_a_draft += [probs[firsts + kind * strides] for kind in range(3)]
+        columns = zip((*of_a_step, *of_a_round, *of_a_draft), (*_OF_A_STEP, *_OF_A_ROUND, *_OF_A_DRAFT), strict=True)
+        written = (np.asarray(column).astype(dtype).tobytes() for column, dtype in columns)
+        names = json.dumps(list(self.ids), ensure_ascii=False, separators=(",", ":")).encode()
+        head = _HEAD.pack(_MAGIC, _VERSION, len(steps), len(num_drafted), len(drafted), len(names))
+        # Probabilities hardly get smaller, however long one tries.
+        return zlib.compress(b"".join((head, names, *written)), level=1)
 
 
 class SpeculationLedger:
-    """Collects rounds in the engine's thread, as they come: all work is left to who wants a chunk's bytes."""
+    """Collects rounds in the engine's thread. `append` only extends columns; who wants a chunk's bytes encodes them."""
 
     def __init__(self) -> None:
-        self._steps: list[_Step] = []
+        self._columns = _Columns()
 
     def append(
         self, step: int, rounds: DraftRounds, positions: Mapping[str, int], num_emitted: Mapping[str, int]
@@ -98,50 +150,42 @@ class SpeculationLedger:
             num_emitted: request -> output tokens of the step; rounds of others, which failed, are left out.
         """
         ids = rounds.request_ids
-        kept = [row for row, request_id in enumerate(ids) if request_id in positions and request_id in num_emitted]
-        self._steps.append(
-            _Step(step, rounds, kept, [positions[ids[row]] for row in kept], [num_emitted[ids[row]] for row in kept])
-        )
-        return self.flush() if len(self._steps) >= MAX_STEPS else None
+        try:
+            placed, emitted = [positions[key] for key in ids], [num_emitted[key] for key in ids]
+        except KeyError:  # few steps have any that are left out
+            rounds = _known(rounds, positions.keys() & num_emitted.keys())
+            ids = rounds.request_ids
+            placed, emitted = [positions[key] for key in ids], [num_emitted[key] for key in ids]
+        columns = self._columns
+        columns.add(step, rounds, placed, emitted)
+        return self.flush() if len(columns.steps) >= MAX_STEPS else None
 
     def flush(self) -> LedgerChunk | None:
         """The rounds since the last chunk, which are forgotten here; None when there are none."""
-        steps, self._steps = self._steps, []
-        return LedgerChunk(lambda: _encode(steps), steps[0].step, steps[-1].step) if steps else None
+        columns = self._columns
+        if not columns.steps:
+            return None
+        self._columns = _Columns()
+        return LedgerChunk(columns.encode, columns.steps[0][0], columns.steps[-1][0])
 
 
-def _encode(steps: Sequence[_Step]) -> bytes:
-    import numpy as np
+def _known(rounds: DraftRounds, request_ids: Set[str]) -> DraftRounds:
+    """Those of these requests."""
+    rows = [row for row, request_id in enumerate(rounds.request_ids) if request_id in request_ids]
 
-    ids: dict[str, int] = {}
-    of_a_step, of_a_round, of_a_draft = [], [], []
-    for step in steps:
-        rounds, kept = step.rounds, step.kept
-        of_a_step.append((step.step, len(kept), rounds.draft_ms, rounds.verify_ms))
-        counts = np.array(rounds.num_draft_tokens)[kept]
-        of_a_round.append(
-            (
-                [ids.setdefault(rounds.request_ids[row], len(ids)) for row in kept],
-                step.positions,
-                np.array(rounds.token_ids)[kept],
-                counts,
-                np.array(rounds.num_accepted)[kept],
-                step.num_emitted,
-                [rounds.num_nodes[row] if rounds.num_nodes else 0 for row in kept],
-            )
-        )
-        drafted = np.arange(rounds.draft_token_ids.shape[1]) < counts[:, None]
-        of_a_draft.append((rounds.draft_token_ids[kept][drafted], *rounds.probs[:, kept][:, drafted]))
-    names = json.dumps(list(ids), ensure_ascii=False, separators=(",", ":")).encode()
-    columns = [np.array(column) for column in zip(*of_a_step, strict=True)]
-    for parts in (of_a_round, of_a_draft):
-        columns += [np.concatenate(column) for column in zip(*parts, strict=True)]
-    num_rounds, num_drafts = len(columns[len(_OF_A_STEP)]), len(columns[-1])
-    head = _HEAD.pack(_MAGIC, _VERSION, len(steps), num_rounds, num_drafts, len(names))
-    types = (*_OF_A_STEP, *_OF_A_ROUND, *_OF_A_DRAFT)
-    written = (column.astype(dtype).tobytes() for column, dtype in zip(columns, types, strict=True))
-    # Probabilities hardly get smaller, however long one tries.
-    return zlib.compress(b"".join((head, names, *written)), level=1)
+    def of(column: list[Any]) -> list[Any]:
+        return [column[row] for row in rows]
+
+    return replace(
+        rounds,
+        request_ids=of(rounds.request_ids),
+        num_draft_tokens=of(rounds.num_draft_tokens),
+        num_accepted=of(rounds.num_accepted),
+        token_ids=of(rounds.token_ids),
+        draft_token_ids=rounds.draft_token_ids[rows],
+        probs=rounds.probs[:, rows],
+        num_nodes=rounds.num_nodes and of(rounds.num_nodes),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

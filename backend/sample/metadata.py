@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from backend.sample.columns import SamplingColumns
 from backend.sample.random import Purpose, uniform
 from backend.sampling_params import SamplingParams
 from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
-
-MAX_TOP_K = 2**31 - 1  # one too large for an int32 is above any vocabulary, and so off
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +47,14 @@ class SamplingTensors:
     @staticmethod
     def build_steps(metadata: SamplingMetadata, num_steps: int, device: torch.device) -> list[SamplingTensors]:
         """The same of that step and those behind it, in each of which every row is one position further."""
-        params, num_rows = metadata.params, len(metadata.params)
+        columns, num_rows = SamplingColumns.of(metadata.params), len(metadata.params)
         # One buffer of 32-bit words, the widest first: a copy costs the same for one number as for a thousand.
         words = np.empty((2 * num_steps + 3) * num_rows, dtype=np.int32)
-        columns = words[2 * num_steps * num_rows :].reshape(3, num_rows)
         positions = np.array(metadata.positions, dtype=np.int64) + np.arange(num_steps)[:, None]
-        seeds = np.tile(np.array([row.seed for row in params], dtype=np.uint64), num_steps)
+        seeds = np.tile(columns.seeds, num_steps)
         draws = uniform(seeds.tolist(), positions.ravel().tolist(), Purpose.TOKEN)
         words[: 2 * num_steps * num_rows].view(np.float64)[:] = draws
-        columns[0].view(np.float32)[:] = [row.temperature for row in params]
-        columns[1].view(np.float32)[:] = [row.top_p for row in params]
-        columns[2] = [min(row.top_k, MAX_TOP_K) for row in params]
+        words[2 * num_steps * num_rows :] = columns.words().ravel()
         drawn, *rows = copy_to(words, device).split((2 * num_steps * num_rows, num_rows, num_rows, num_rows))
         temperature, top_p, top_k = rows[0].view(torch.float32), rows[1].view(torch.float32), rows[2]
         by_step = drawn.view(torch.float64).view(num_steps, num_rows)

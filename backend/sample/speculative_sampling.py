@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backend.sample.metadata import MAX_TOP_K, SamplingMetadata, copy_to
+from backend.sample.columns import SamplingColumns
+from backend.sample.metadata import SamplingMetadata, copy_to
 from backend.sample.random import Purpose, uniform
-from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,13 @@ class SpeculativeSampling:
         params, k = metadata.params, num_speculative_tokens
         if k < 1:
             raise ValueError(f"num_speculative_tokens {k} is below 1")
-        num_rows = len(params)
-        temperature = np.array([row.temperature for row in params], dtype=np.float32)
-        samples = bool((temperature >= GREEDY_TEMPERATURE).any())
+        columns, num_rows = SamplingColumns.of(params), len(params)
+        samples = not columns.is_greedy.all()
         most_banned = max(map(len, metadata.banned_token_ids), default=0)
         if not samples and not most_banned:
             return None
         positions = (np.array(metadata.positions, dtype=np.int64)[:, None] + np.arange(k + 1)).ravel().tolist()
-        seeds = np.repeat(np.array([row.seed for row in params], dtype=np.uint64), k + 1).tolist()
+        seeds = np.repeat(columns.seeds, k + 1).tolist()
         draws = [
             uniform(seeds, positions, purpose).reshape(num_rows, k + 1)
             for purpose in (Purpose.ACCEPT, Purpose.RECOVERED, Purpose.TOKEN)
@@ -71,14 +70,10 @@ class SpeculativeSampling:
             if token_ids:
                 banned[row, :-1] = np.resize(token_ids, most_banned)
                 banned[row, -1] = min(params[row].min_tokens - metadata.positions[row], k + 1)
-        columns = np.empty((3, num_rows), dtype=np.int32)
-        columns[0] = temperature.view(np.int32)
-        columns[1].view(np.float32)[:] = [row.top_p for row in params]
-        columns[2] = [min(row.top_k, MAX_TOP_K) for row in params]
         # One buffer, the widest first: a copy costs the same for one number as for a thousand.
-        words = np.concatenate([part.reshape(-1).view(np.int32) for part in (*draws, banned, columns)])
+        words = np.concatenate([part.reshape(-1).view(np.int32) for part in (*draws, banned, columns.words())])
         parts = copy_to(words, device).split(
-            [*(2 * part.size for part in draws), 2 * banned.size, *(num_rows for _ in columns)]
+            [*(2 * part.size for part in draws), 2 * banned.size, num_rows, num_rows, num_rows]
         )
         accept, recovered, token = (part.view(torch.float64).view(num_rows, k + 1) for part in parts[:3])
         bans = parts[3].view(torch.int64).view(banned.shape)
@@ -92,5 +87,5 @@ class SpeculativeSampling:
             banned_token_ids=bans[:, :-1] if most_banned else None,
             num_banned_positions=bans[:, -1] if most_banned else None,
             samples=samples,
-            filters=any(row.top_k > 0 or row.top_p < 1 for row in params),
+            filters=columns.filters,
         )

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from backend.sample.columns import SamplingColumns
 from backend.sample.filtering import draw_tokens, filtered_weights, probabilities
-from backend.sample.metadata import MAX_TOP_K, copy_to
+from backend.sample.metadata import copy_to
 from backend.sample.random import Purpose, uniform
 from backend.spec_decode.proposer import DraftRequest
-from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,17 @@ class DraftSampling:
     @staticmethod
     def of(requests: Sequence[DraftRequest], k: int, device: torch.device) -> DraftSampling | None:
         """None where all are greedy."""
-        params = [request.sampling_params for request in requests]
-        temperature = np.array([it.temperature for it in params], dtype=np.float32)
-        if (temperature < GREEDY_TEMPERATURE).all():
+        columns = SamplingColumns.of(request.sampling_params for request in requests)
+        if columns.is_greedy.all():
             return None
-        seeds = np.repeat(np.array([it.seed for it in params], dtype=np.uint64), k).tolist()
+        seeds = np.repeat(columns.seeds, k).tolist()
         positions = [request.position + index for request in requests for index in range(k)]
         return DraftSampling(
-            temperature=copy_to(temperature, device),
-            top_k=copy_to(np.array([min(it.top_k, MAX_TOP_K) for it in params], dtype=np.int32), device),
-            top_p=copy_to(np.array([it.top_p for it in params], dtype=np.float32), device),
-            draws=copy_to(uniform(seeds, positions, Purpose.DRAFT).reshape(len(params), k), device),
-            filters=any(it.top_k > 0 or it.top_p < 1 for it in params),
+            temperature=copy_to(columns.temperature, device),
+            top_k=copy_to(columns.top_k, device),
+            top_p=copy_to(columns.top_p, device),
+            draws=copy_to(uniform(seeds, positions, Purpose.DRAFT).reshape(len(requests), k), device),
+            filters=columns.filters,
         )
 
     def draw(self, logits: Tensor, rows: Tensor, index: int) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import torch
@@ -88,26 +89,29 @@ class RoundDownload:
         self._times.clock.wait()
         ids, probs = self._unpack()
         k = probs.shape[2]
-        num_accepted, finite = ids[:, k + 1].tolist(), ids[:, k + 2].tolist()
-        rows = zip(self._request_ids, ids[:, : k + 1].tolist(), num_accepted, finite, strict=True)
-        last_token_ids = []
-        for request_id, token_ids, accepted, is_finite in rows:
-            last_token_ids.append(token_ids[accepted])
-            if is_finite:
-                output.sampled_token_ids[request_id] = token_ids[: accepted + 1]
+        num_accepted, last_token_ids = [], []
+        for request_id, row in zip(self._request_ids, ids[:, : k + 3].tolist(), strict=True):
+            accepted = row[k + 1]
+            num_accepted.append(accepted)
+            last_token_ids.append(row[accepted])
+            if row[k + 2]:  # finite
+                output.sampled_token_ids[request_id] = row[: accepted + 1]
             else:
                 output.errors[request_id] = self._not_finite
-        counts = (ids[:, k + 3 :] >= 0).sum(axis=1).tolist() if self._counts is None else self._counts
-        drafted = [row for row, count in enumerate(counts) if count]
+        counts = self._counts
+        if counts is None:
+            counts = (ids[:, k + 3 :] >= 0).sum(axis=1).tolist()
+        drafted = list(compress(range(len(counts)), counts))
         if not drafted:
             return output
+        # `take` copies, and has to: the buffer has others in it behind this one.
         output.rounds = DraftRounds(
-            request_ids=[self._request_ids[row] for row in drafted],
-            num_draft_tokens=[counts[row] for row in drafted],
-            num_accepted=[num_accepted[row] for row in drafted],
-            token_ids=[last_token_ids[row] for row in drafted],
-            draft_token_ids=ids[drafted, k + 3 :],
-            probs=probs[:, drafted],
+            request_ids=list(compress(self._request_ids, counts)),
+            num_draft_tokens=list(compress(counts, counts)),
+            num_accepted=list(compress(num_accepted, counts)),
+            token_ids=list(compress(last_token_ids, counts)),
+            draft_token_ids=ids[:, k + 3 :].take(drafted, axis=0),
+            probs=probs.take(drafted, axis=1),
             draft_ms=0.0,
             verify_ms=0.0,
             clock=self._times.read,
@@ -115,10 +119,10 @@ class RoundDownload:
         return output
 
     def _unpack(self) -> tuple[np.ndarray, np.ndarray]:
-        """Copies, for the buffer has others in it behind this one: int64 [num_reqs, 2 k + 3], float32 [3, num_reqs, k]."""
+        """Views of the buffer: int64 [num_reqs, 2 k + 3], float32 [3, num_reqs, k]."""
         num_rows, k = self._shape
         num_reqs, packed = len(self._request_ids), self._packed.numpy()
         num_bytes = 8 * num_rows * (2 * k + 3)
         ids = packed[:num_bytes].view(np.int64).reshape(num_rows, 2 * k + 3)
         probs = packed[num_bytes:].view(np.float32).reshape(3, num_rows, k)
-        return ids[:num_reqs].copy(), probs[:, :num_reqs].copy()
+        return ids[:num_reqs], probs[:, :num_reqs]

@@ -152,12 +152,10 @@ def write_round(
         numbers[3 * size : 4 * size][step.granted] = num_granted
     numbers[4 * size : 8 * size] = 0  # greedy
     if step.sampling is not None:
-        sampling, narrow = step.sampling, numbers[6 * size : 8 * size].view(np.int32).reshape(4, size)
-        numbers[4 * size : 4 * size + num_reqs] = sampling.seeds
-        numbers[5 * size : 5 * size + num_reqs] = sampling.num_prompt_tokens
-        narrow[0, :num_reqs] = sampling.temperature.view(np.int32)
-        narrow[1, :num_reqs] = sampling.top_p.view(np.int32)
-        narrow[2, :num_reqs] = sampling.top_k
+        columns = step.sampling.columns
+        numbers[4 * size : 4 * size + num_reqs] = columns.seeds.view(np.int64)
+        numbers[5 * size : 5 * size + num_reqs] = step.sampling.num_prompt_tokens
+        numbers[6 * size : 8 * size].view(np.int32).reshape(4, size)[:3, :num_reqs] = columns.words()
     if drafts is not None:
         matrix = numbers[8 * size :].reshape(size, -1)
         matrix[:] = 0

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from backend.core.output import SchedulerOutput
-from backend.sample.metadata import MAX_TOP_K, SamplingMetadata
+from backend.sample.columns import SamplingColumns
+from backend.sample.metadata import SamplingMetadata
 from backend.spec_decode.proposer import DraftRequest
 from backend.worker.input_batch import SAMPLED_TOKEN, InputBatch, RequestState, StepInput
-from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +30,18 @@ class Verification:
 class RoundSampling:
     """How the rows of a round are sampled; greedy ones have a temperature of 0."""
 
-    temperature: np.ndarray  # float32 [num_reqs]
-    top_p: np.ndarray  # float32 [num_reqs]
-    top_k: np.ndarray  # int32 [num_reqs]
-    seeds: np.ndarray  # int64 [num_reqs], the bits of unsigned ones
+    columns: SamplingColumns
     num_prompt_tokens: np.ndarray  # int64 [num_reqs]
 
     @staticmethod
     def of(states: Sequence[RequestState]) -> RoundSampling | None:
         """None where all are greedy."""
-        params = [state.sampling_params for state in states]
-        temperature = np.array([it.temperature for it in params], dtype=np.float32)
-        is_greedy = temperature < GREEDY_TEMPERATURE
-        if is_greedy.all():
+        columns = SamplingColumns.of(state.sampling_params for state in states)
+        if columns.is_greedy.all():
             return None
-        temperature[is_greedy] = 0
+        columns.temperature[columns.is_greedy] = 0
         return RoundSampling(
-            temperature=temperature,
-            top_p=np.array([it.top_p for it in params], dtype=np.float32),
-            top_k=np.array([min(it.top_k, MAX_TOP_K) for it in params], dtype=np.int32),
-            seeds=np.array([it.seed for it in params], dtype=np.uint64).view(np.int64),
+            columns=columns,
             num_prompt_tokens=np.array([state.num_prompt_tokens for state in states], dtype=np.int64),
         )
 

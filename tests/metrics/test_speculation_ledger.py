@@ -75,6 +75,33 @@ def test_rounds_come_back_as_they_were() -> None:
     assert ledger.flush() is None
 
 
+def test_arrays_are_the_callers_own_again_once_they_are_added() -> None:
+    """They need not lie row by row either: those of some rows, as numpy picks them, lie by request first."""
+    rng, ledger = random.Random(3), SpeculationLedger()
+    places = {"a": 1, "b": 2, "c": 3}
+    rounds = random_rounds(rng, list(places), 4)
+    rounds.probs = rounds.probs[:, [0, 1, 2]]
+    assert not rounds.probs.flags.c_contiguous
+    expected = expected_of(5, rounds, places, places)
+    ledger.append(5, rounds, places, places)
+    rounds.draft_token_ids[:] = 0
+    rounds.probs[:] = 0
+    chunk = ledger.flush()
+    assert chunk is not None
+    assert read_rounds(chunk.encode()) == expected
+
+
+def test_a_token_that_means_nothing_leaves_the_other_rounds_as_they_are() -> None:
+    """Behind logits that are not usable it may be below 0."""
+    ledger, places = SpeculationLedger(), {"a": 1, "b": 2}
+    rounds = random_rounds(random.Random(4), list(places), 4)
+    rounds.token_ids[0] = -1
+    ledger.append(5, rounds, places, places)
+    chunk = ledger.flush()
+    assert chunk is not None
+    assert read_rounds(chunk.encode())[1:] == expected_of(5, rounds, places, places)[1:]
+
+
 def chunk_bytes() -> bytes:
     rng, ledger = random.Random(2), SpeculationLedger()
     ledger.append(3, random_rounds(rng, ["a", "b"], 4), {"a": 1, "b": 2}, {"a": 1, "b": 1})

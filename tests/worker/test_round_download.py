@@ -28,9 +28,9 @@ def result_of(
     for row, token_ids in enumerate(best):
         for position, token_id in enumerate(token_ids):
             logits[row, position] = torch.nan if token_id < 0 else torch.eye(VOCAB)[token_id]
-    rows = torch.tensor([*drafts, [-1] * k]), torch.tensor([*counts, 0])
+    draft_token_ids, num_draft_tokens = torch.tensor([*drafts, [-1] * k]), torch.tensor([*counts, 0])
     padded = torch.cat((logits, logits[:1])).view(-1, VOCAB)
-    packed, _ = verify_chain(*(it.to(device) for it in (padded, *rows)))
+    packed, _ = verify_chain(padded.to(device), draft_token_ids.to(device), num_draft_tokens.to(device))
     shape, clock = (len(best) + 1, k), StageClock(device)
     clock.mark()
     buffer = HostBuffers(device).next(num_round_bytes(*shape))
@@ -61,3 +61,18 @@ def test_where_nothing_was_drafted_there_was_no_round(device: torch.device) -> N
     output = result_of([[-1, -1]] * 2, [0, 0], [[3, 0, 0], [5, 0, 0]], device)
     assert output.sampled_token_ids == {"a": [3], "b": [5]}
     assert output.rounds is None
+
+
+def test_a_result_outlives_the_buffer_it_came_in() -> None:
+    """The next rounds come in the same memory."""
+    drafts = torch.tensor([[4, 5], [6, 7]])
+    packed, _ = verify_chain(torch.eye(VOCAB)[[4, 5, 1, 6, 2, 3]], drafts, torch.tensor([2, 2]))
+    buffer, clock = torch.empty_like(packed), StageClock(packed.device)
+    clock.mark()
+    download = RoundDownload(["a", "b"], [2, 2], packed, (2, 2), buffer, RoundTimes(clock), "no usable logits")
+    output = download.result()
+    buffer.fill_(0)
+    assert output.sampled_token_ids == {"a": [4, 5, 1], "b": [6, 2]}
+    assert output.rounds is not None
+    assert output.rounds.draft_token_ids.tolist() == drafts.tolist()
+    assert output.rounds.probs[1].tolist() == [[1, 1], [1, 0]]
