@@ -147,7 +147,12 @@ class ModelBenchmark:
         ]
         recorded, bare = self._rates(lengths, mix_rate, max(1, self._options.repeats - 1))
         details = {"input_tokens": sum(pair[0] for pair in lengths), "output_tokens": sum(pair[1] for pair in lengths)}
-        return self._figure(name, recorded, bare, details=details)
+        # All tokens but the last of each go through the layers, prompts' or not.
+        model = self._engine.info().model
+        flops = sum(card.prefill_flops(model, 1, prompt + output - 1) for prompt, output in lengths)
+        seconds = details["output_tokens"] / statistics.median(recorded)
+        share = flops / seconds / self._limits.matmul_flops_per_s
+        return self._figure(name, recorded, bare, share=share, limit="matmul", details=details)
 
     def _idle(self, name: str, num_requests: int, measure: IdleMeasure = measure_idle) -> Figure:
         lengths = [(self._options.input_len, IDLE_OUTPUT_LEN)] * num_requests
