@@ -27,7 +27,7 @@ run: $(INSTALLED)
 
 test: $(INSTALLED_TEST)
 	@$(PY) -m pytest -m 'not slow and not gpu and not browser' -n 2 --dist loadfile --no-loadscope-reorder
-	@$(PY) -m pytest -m 'browser and not slow'
+	@$(PY) -m pytest tests/browser -m 'browser and not slow'
 
 test-slow: $(INSTALLED_TEST)
 	@$(PY) -m pytest -m slow

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from tests.kernels.quick_interpreter import patch_language_once_a_launch
+from tests.kernels.quick_interpreter import hasten_interpreter
 
 
 def interpret_without_cuda() -> None:
@@ -28,7 +28,7 @@ def interpret_without_cuda() -> None:
             if is_triton or name.startswith("kernels.ops.") or _took_from_kernels(name, module):
                 del sys.modules[name]
     if find_spec("triton") is not None:
-        patch_language_once_a_launch()
+        hasten_interpreter()
 
 
 def _took_from_kernels(name: str, module: ModuleType) -> bool:

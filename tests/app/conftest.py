@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
+from streamlit.components.v2 import manifest_scanner
 
 from app import resources
 from app.cli import main
 from db.session import Database
 from tests.app.command_line import Cli
 from tests.app.stored_runs import NASTY, FakeQueue, FakeServices, add_run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def components_looked_for_once() -> Iterator[None]:
+    """Each page that a test opens would ask all installed packages anew for components: most of the time that it takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest_scanner, "scan_component_manifests", cache(manifest_scanner.scan_component_manifests))
+        yield
 
 
 @pytest.fixture

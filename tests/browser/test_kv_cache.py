@@ -116,7 +116,7 @@ def test_pointing_says_who_holds_a_block_and_clicking_pins_them_in_turn(
     expect(canvas).to_have_attribute("data-pinned", "")
 
 
-def test_it_draws_when_something_has_changed_only(filled: Dashboard, page: Page, ledger: LedgerReader) -> None:
+def test_it_draws_when_something_has_changed_only_and_fits(filled: Dashboard, page: Page, ledger: LedgerReader) -> None:
     step = shared_step(ledger)
     visit(page, f"{filled.url}/kv-cache?run={SHARED}&step={step}")
     canvas = canvas_at(page, step)
@@ -132,7 +132,9 @@ def test_it_draws_when_something_has_changed_only(filled: Dashboard, page: Page,
     assert canvas.get_attribute("data-draws") == draws
     page.set_viewport_size({"width": 900, "height": 900})
     expect(canvas).not_to_have_attribute("data-draws", draws or "")
-    check_counts(page, ledger, step)
+    for width, scheme in ((1440, "dark"), (800, "light"), (400, "dark")):
+        check_fits(page, (width, scheme), within=canvas)
+        check_counts(page, ledger, step)
 
 
 def test_what_the_prefix_cache_did_is_what_the_run_has_counted(filled: Dashboard, page: Page) -> None:
@@ -153,11 +155,3 @@ def test_what_the_prefix_cache_did_is_what_the_run_has_counted(filled: Dashboard
     page.get_by_role("tab", name="Blocks").click()
     expect(page.locator("canvas[data-step]")).to_be_visible()
     expect(page).to_have_url(re.compile(rf"run={SHARED}&step=\d+$"))
-
-
-def test_it_fits(filled: Dashboard, page: Page, ledger: LedgerReader) -> None:
-    step = shared_step(ledger)
-    visit(page, f"{filled.url}/kv-cache?run={SHARED}&step={step}")
-    for width, scheme in ((1440, "dark"), (800, "light"), (400, "dark")):
-        check_fits(page, (width, scheme), within=canvas_at(page, step))
-        check_counts(page, ledger, step)

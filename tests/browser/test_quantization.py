@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
 from app.services import Services
 from backend.experiments.quantization_config import REFERENCE
@@ -15,13 +15,14 @@ from backend.experiments.quantization_results import EMULATED, columns, layer_ce
 from db.session import Database
 from tests.app.quantization_runs import NUM_LAYERS, add_quantization_run, layer_costs, ranges, scan
 from tests.browser.filled import QUANTIZED, RESULTS
-from tests.browser.pages import asking, check_fits, open_page, settle, until, visit
+from tests.browser.pages import asking, check_fits, settle, until, visit
 from tests.browser.server import Dashboard, require_browser, running_dashboard
 
 require_browser()
 pytestmark = pytest.mark.browser
 
 SCANNED, BY_KIND, BY_LAYER, RANGES = range(1, 5)
+SIZES = ((420, "dark"), (1440, "light"))  # back to the width in which the rest is tried
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,7 @@ def test_the_matrix_and_the_heat_maps_hold_what_is_stored(filled: Dashboard, pag
     expect(dash).to_have_attribute("title", EMULATED)
     cells = page.locator('.st-key-quantization-heat [aria-roledescription="rect mark"]')
     expect(cells).to_have_count(len(layer_cells(results)))
+    check_fits(page, *SIZES)
 
 
 def test_tabs_are_addresses_and_the_config_reaches_the_run_form(filled: Dashboard, page: Page) -> None:
@@ -69,17 +71,11 @@ def test_tabs_are_addresses_and_the_config_reaches_the_run_form(filled: Dashboar
     with asking(page):
         page.get_by_role("tab", name="Take it away").click()
     expect(page).to_have_url(f"{filled.url}/quantization?run={QUANTIZED}&view=Take+it+away")
+    check_fits(page, *SIZES)
     with asking(page):
         page.get_by_role("button", name="Open on the Run page").click()
     expect(page).to_have_url(f"{filled.url}/run")
     expect(page.get_by_role("heading", name="Run", exact=True)).to_be_visible()
-
-
-@pytest.mark.parametrize("view", ["", "&view=Take+it+away"])
-def test_it_fits(filled: Dashboard, chromium: Browser, view: str) -> None:
-    with open_page(chromium) as page:
-        visit(page, f"{filled.url}/quantization?run={QUANTIZED}{view}")
-        check_fits(page, (1440, "light"), (420, "dark"))
 
 
 def test_a_name_that_cannot_be_had_is_refused_beside_the_button(filled: Dashboard, page: Page) -> None:
@@ -101,6 +97,7 @@ def test_what_is_scanned_is_an_address_and_a_choice(scanned: Dashboard, page: Pa
     until(page, lambda: query(page) == place | {"by": ["One layer at a time"]})
     cells = page.locator('.st-key-quantization-scanned [aria-roledescription="rect mark"]')
     expect(cells).to_have_count(4 * NUM_LAYERS - 1)  # a layer that costs nothing is left blank
+    check_fits(page, *SIZES)
     with asking(page):
         page.get_by_role("radio", name="Kind of layer").click()
     until(page, lambda: query(page) == place | {"by": ["Kind of layer"]})
@@ -110,6 +107,7 @@ def test_what_is_scanned_is_an_address_and_a_choice(scanned: Dashboard, page: Pa
     settle(page)
     expect(bars).to_have_count(3)
     expect(page.get_by_text(f"Run #{BY_KIND}, 2,046 tokens")).to_be_visible()
+    check_fits(page, *SIZES)
 
 
 def test_ranges_have_a_picture_for_each_kind_of_values(scanned: Dashboard, page: Page) -> None:
@@ -118,10 +116,4 @@ def test_ranges_have_a_picture_for_each_kind_of_values(scanned: Dashboard, page:
     lines = page.locator('.st-key-quantization-reaches [aria-roledescription="line mark"]')
     expect(lines).to_have_count(4 * 3)
     expect(page.get_by_text("those would share 3 of the 255 codes")).to_be_visible()
-
-
-@pytest.mark.parametrize("run_id", [BY_KIND, BY_LAYER, RANGES])
-def test_scans_fit(scanned: Dashboard, chromium: Browser, run_id: int) -> None:
-    with open_page(chromium) as page:
-        visit(page, f"{scanned.url}/quantization?run={run_id}")
-        check_fits(page, (1400, "light"), (420, "dark"))
+    check_fits(page, *SIZES)

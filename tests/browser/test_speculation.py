@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
 from app.services import Services
 from backend.metrics.speculation_ledger import SPECULATION_KIND, Round, read_rounds
 from db.session import Database
 from tests.app.engine_runs import run_to_the_end
-from tests.browser.pages import asking, check_fits, open_page, settle, visit
+from tests.browser.pages import asking, check_fits, settle, visit
 from tests.browser.server import Dashboard, require_browser, running_dashboard
 
 require_browser()
@@ -68,6 +68,9 @@ def test_what_was_drafted_is_seen_and_pointed_at(speculated: Dashboard, page: Pa
     for row in ("id", "p of the target", "p to be accepted", "draft, ms", "verify, ms"):
         expect(tooltip.locator("td.key", has_text=re.compile(f"^{row}"))).to_have_count(1)
     expect(tooltip).to_contain_text(str(each.draft_token_ids[0]))
+    charts = page.get_by_test_id("stVegaLiteChart")
+    expect(charts).to_have_count(3)
+    check_fits(page, (1440, "dark"), (420, "light"), within=charts)
 
 
 def test_tabs_and_runs_are_in_the_address(speculated: Dashboard, page: Page) -> None:
@@ -82,17 +85,7 @@ def test_tabs_and_runs_are_in_the_address(speculated: Dashboard, page: Page) -> 
     page.reload()
     settle(page)
     expect(main).to_contain_text("Measured: ×")
+    check_fits(page, (420, "dark"), (1440, "light"))
     with asking(page):
         page.get_by_role("tab", name="Proposers").click()
     expect(page.get_by_test_id("stDataFrame")).to_be_visible()
-
-
-def test_it_fits(speculated: Dashboard, chromium: Browser) -> None:
-    with open_page(chromium) as page:
-        visit(page, f"{speculated.url}/speculation?run={_NGRAM}&request=1")
-        expect(page.locator(_CELL).first).to_be_attached()
-        charts = page.get_by_test_id("stVegaLiteChart")
-        expect(charts).to_have_count(3)
-        check_fits(page, (1440, "dark"), (420, "light"), within=charts)
-        visit(page, f"{speculated.url}/speculation?run={_NGRAM}&view=Speedup")
-        check_fits(page, (420, "dark"))

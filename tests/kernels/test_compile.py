@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 PROGRAM = """
+import sys
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -67,6 +69,12 @@ POINTERS = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in nam
 CODES = {"int8": "*i8", "fp8_e4m3": "*u8", "int4": "*u8"}
 CONSUMER_SHARED_BYTES = 99 * 1024  # what a consumer card gives one program
 HOPPER_SHARED_BYTES = 227 * 1024
+EVERY_CASE = sys.argv[1:] == ["every case"]
+
+
+def covering(*cases, more=()):
+    # Of what compiles in seconds: the cases that together take every path of a kernel, and those that are asked for by hand.
+    return (*cases, *more) if EVERY_CASE else cases
 
 
 def shared_bytes(kernel, constants, num_warps=4, num_stages=2, without=(), boxes={}):
@@ -135,7 +143,7 @@ for sizes in ({"BLOCK_K": 2, "BLOCK_CHUNKS": 1}, {"BLOCK_K": 64, "BLOCK_CHUNKS":
 for kernel in (gather_round._gather_round_kernel, settle_round._settle_round_kernel):
     assert shared_bytes(kernel, {"BLOCK": 128}) == 0
 assert shared_bytes(verify_chain._verify_chunk_kernel, {"BLOCK": 2048}) <= CONSUMER_SHARED_BYTES
-for sizes in ({"BLOCK_K": 2, "BLOCK_CHUNKS": 32}, {"BLOCK_K": 64, "BLOCK_CHUNKS": 128}):
+for sizes in covering({"BLOCK_K": 2, "BLOCK_CHUNKS": 32}, more=[{"BLOCK_K": 64, "BLOCK_CHUNKS": 128}]):
     assert shared_bytes(verify_chain._verify_row_kernel, sizes | {"HAS_SAMPLED": True}) <= CONSUMER_SHARED_BYTES
 sizes = {"GREEDY_TEMPERATURE": 1e-5, "LOG2_E": 1.44, "BLOCK": 4096, "MAX_NUM_BLOCKS": 64, "BLOCK_NODES": 64}
 assert shared_bytes(sample_nodes._sample_nodes_kernel, sizes, 16) <= CONSUMER_SHARED_BYTES
@@ -143,19 +151,17 @@ for width in (1, 8):
     sizes = {"WIDTH": width, "MAPPED": True, "BLOCK": 2048}
     for kernel in (top_tokens._top_of_chunk_kernel, top_tokens._top_of_row_kernel):
         assert shared_bytes(kernel, sizes) <= CONSUMER_SHARED_BYTES
-for sizes in ({"BLOCK_NODES": 2, "BLOCK_CHUNKS": 32}, {"BLOCK_NODES": 64, "BLOCK_CHUNKS": 128}):
+for sizes in covering({"BLOCK_NODES": 2, "BLOCK_CHUNKS": 32}, more=[{"BLOCK_NODES": 64, "BLOCK_CHUNKS": 128}]):
     assert shared_bytes(verify_tree._verify_tree_kernel, sizes | {"HAS_SAMPLED": True}) <= CONSUMER_SHARED_BYTES
 sizes = {"NUM_MOVES": 5, "BLOCK": compact_kv_cache.BLOCK}
 assert shared_bytes(compact_kv_cache._compact_kv_cache_kernel, sizes) == 0
 
 NO_TREES = ("tree_mask_ptr", "tree_starts_ptr")
-for num_tokens, head_dim, window, without in (
+for num_tokens, head_dim, window, without in covering(
     (8, 80, None, NO_TREES),
     (48, 64, None, NO_TREES),
-    (512, 128, 1000, NO_TREES),
-    (512, 256, None, NO_TREES),
-    (208, 80, None, ()),
     (208, 64, 1000, ()),
+    more=[(512, 128, 1000, NO_TREES), (512, 256, None, NO_TREES), (208, 80, None, ())],
 ):
     tiles = attention_tiles.tile_sizes(num_tokens, 8, 3, head_dim, 2)
     constants = {"GROUP": 3, "HEAD_DIM": head_dim, "BLOCK_SIZE": 24, "WINDOW": window, "PDL": window is None}
@@ -180,14 +186,15 @@ for kv_format in CODES:
     sizes |= constants | {"FORMAT": kv_format}
     shared = shared_bytes(paged_decode_attention._paged_decode_attention_kernel, sizes, 4, 2)
     assert shared <= CONSUMER_SHARED_BYTES, (kv_format, shared)
-tiles = attention_tiles.tile_sizes(512, 1, 4, 128, 2)
-sizes = constants | {"FORMAT": "int4", "NUM_SPLITS": 16, "MIN_KEYS": 512, "CHUNK": 2}
-sizes |= {name.upper(): size for name, size in tiles._asdict().items()}
-shared = shared_bytes(paged_attention._paged_attention_kernel, sizes, tiles.num_warps, tiles.num_stages, NO_TREES)
-assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
+for num_tokens in covering(8, more=[512]):
+    tiles = attention_tiles.tile_sizes(num_tokens, 1, 4, 128, 2)
+    sizes = constants | {"FORMAT": "int4", "NUM_SPLITS": 16, "MIN_KEYS": 512, "CHUNK": 2}
+    sizes |= {name.upper(): size for name, size in tiles._asdict().items()}
+    shared = shared_bytes(paged_attention._paged_attention_kernel, sizes, tiles.num_warps, tiles.num_stages, NO_TREES)
+    assert shared <= CONSUMER_SHARED_BYTES, (tiles, shared)
 sizes = {"BLOCK_SIZE": 24, "NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 128, "FORMAT": "int4", "NUM_SCALES": 2}
 sizes |= {"BLOCK_HEADS": 16, "BLOCK_HALF": 64, "LEVELS": 6}
-for normed in (False, True):
+for normed in covering(True, more=[False]):
     sizes |= {"QK_NORM": normed}
     without = () if normed else ("q_norm_weight_ptr", "k_norm_weight_ptr")
     for kernel in (rotary_and_store._rotary_and_store_kernel, rotary_and_store._rotary_and_quantize_kernel):
@@ -198,8 +205,11 @@ assert shared_bytes(store_kv_cache._quantize_vectors_kernel, sizes) <= CONSUMER_
 
 sizes = {"BITS": 4, "ORIGIN": "float", "GROUP": 128, "BIAS": True, "RESIDUAL": True, "EVEN": True, "EVEN_K": True}
 few = int_linear._few_tokens_kernel
-for block_m, changes in ((1, {"ORIGIN": "none"}), (8, {"BITS": 8}), (16, {"EVEN": False, "GROUP": 96})):
-    cut = {"BLOCK_M": block_m, "BLOCK_N": 32, "SHARES": 4, "AHEAD": 2, "ONCE": block_m == 1}
+uneven = {"EVEN": False, "GROUP": 96}
+for block_m, shares, changes in covering(
+    (1, 4, {"ORIGIN": "none"}), (8, 4, {"BITS": 8}), (16, 1, uneven), more=[(16, 4, uneven)]
+):
+    cut = {"BLOCK_M": block_m, "BLOCK_N": 32, "SHARES": shares, "AHEAD": 2, "ONCE": block_m == 1}
     without = ("origins_ptr",) if changes.get("ORIGIN") == "none" else ()
     assert shared_bytes(few, sizes | cut | changes, without=without) <= CONSUMER_SHARED_BYTES
 cut = {"BLOCK_M": 64, "BLOCK_N": 64, "SPLITS": 4, "WARPS": 4, "IN_REGISTERS": False}
@@ -245,6 +255,7 @@ for kernel in KERNELS:
         assert shared <= limit, (tiles, shared)
 CODES_OF = {"BITS": 4, "ORIGIN": "float", "GROUP": 128, "EVEN": True, "SHARES": 4, "AHEAD": 8, "ONCE": True}
 CODES_OF |= {"BLOCK_K": 0, "SMALL": False}
+CODES_OF |= {} if EVERY_CASE else {"AHEAD": 2}  # of the same steps, fewer are unrolled
 for kernel, changes in (
     (norm_gated_linear._norm_gated_linear_kernel, {"BLOCK_M": 1, "BIAS": True}),
     (norm_qkv_rotary_store._norm_qkv_rotary_store_kernel, {"BLOCK_M": 8, "BITS": 8, "ORIGIN": "none", "EVEN": False}),
@@ -264,12 +275,22 @@ print("compiled")
 
 
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    """Each of them, on each of its paths, up to the assembler: it reads all of their PTX, but improves none of it."""
+    compile_all(tmp_path, DISABLE_PTXAS_OPT="1")
+
+
+@pytest.mark.slow
+def test_every_case_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """Also larger tiles, longer rows, and paths in other combinations."""
+    compile_all(tmp_path, "every case")
+
+
+def compile_all(folder: Path, *arguments: str, **environment: str) -> None:
     pytest.importorskip("triton.backends.nvidia")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = tmp_path / "program.py"
+    environment |= {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = folder / "program.py"
     program.write_text(PROGRAM)
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(program), *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert (result.returncode, result.stdout) == (0, "compiled\n"), result.stderr

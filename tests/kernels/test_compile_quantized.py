@@ -15,6 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 PROGRAM = """
+import sys
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -46,6 +48,7 @@ TYPES = {
 POINTERS = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in names.split()}
 ALIGNED = ("stride_x_token", "stride_words_row", "stride_codes_row", "num_columns")
 CONSUMER_SHARED_BYTES = 99 * 1024  # what a consumer card gives one program
+EVERY_CASE = sys.argv[1:] == ["every case"]
 
 
 def compiled(kernel, constants, num_warps=4, num_stages=1, without=(), **pointers):
@@ -86,7 +89,10 @@ compiled(silu_and_mul._silu_and_mul_kernel, {"INTERMEDIATE": 576, "BLOCK": 512})
 compiled(quantize_tokens._largest_kernel, {"COLUMNS": 576, "BLOCK": 1024})
 
 for kind, product in (("fp8e4nv", "f32.f16.f16.f32"), ("i8", "s32.s8.s8.s32")):
+    # A kind is a dtype to these kernels: each cut of one of them will do, unless every case is asked for.
     for block_m, block_n, even in ((1, 16, True), (16, 32, False)):
+        if even == (kind == "i8") and not EVERY_CASE:
+            continue
         sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "SHARES": 4, "EVEN": even, "AHEAD": 2, "ONCE": even, "ASM": True}
         ptx = compiled(byte_projection.few_tokens_kernel, sizes, x_ptr=f"*{kind}")
         assert product in ptx
@@ -122,7 +128,8 @@ for block_m, block, even, kind in ((1, 64, True, "bf16"), (8, 128, False, "fp16"
     assert f"f32.{kind.replace('fp', 'f')}" in ptx
     assert "prmt.b32 low" in ptx
     floats |= dict.fromkeys(("query_ptr", "key_cache_ptr", "value_cache_ptr"), f"*{kind}")
-    for kernel in (nf4_gated_linear._nf4_gated_linear_kernel, nf4_qkv_rotary_store._nf4_qkv_rotary_store_kernel):
+    gated, qkv = nf4_gated_linear._nf4_gated_linear_kernel, nf4_qkv_rotary_store._nf4_qkv_rotary_store_kernel
+    for kernel in (gated, qkv) if EVERY_CASE else (qkv,) if even else (gated,):  # what both share is in each cut
         assert "prmt.b32 low" in compiled(kernel, HEADS | sizes, codes_ptr="*i8", **floats)
 sizes = scaled | {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK": 64, "EVEN_K": True, "SPLITS": 4}
 compiled(nf4_linear._many_tokens_kernel, sizes, num_stages=3, codes_ptr="*i8")
@@ -133,12 +140,22 @@ print("compiled")
 
 
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    """Each of them, on each of its paths, up to the assembler: it reads all of their PTX, but improves none of it."""
+    compile_all(tmp_path, DISABLE_PTXAS_OPT="1")
+
+
+@pytest.mark.slow
+def test_every_case_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """Also both products with both kinds of codes in every cut."""
+    compile_all(tmp_path, "every case")
+
+
+def compile_all(folder: Path, *arguments: str, **environment: str) -> None:
     pytest.importorskip("triton.backends.nvidia")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = tmp_path / "program.py"
+    environment |= {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = folder / "program.py"
     program.write_text(PROGRAM)
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(program), *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert (result.returncode, result.stdout) == (0, "compiled\n"), result.stderr
