@@ -104,7 +104,7 @@ def _triton() -> str:
     except importlib.metadata.PackageNotFoundError:
         if torch.cuda.is_available():
             raise ServeLabError("not installed, but there is a CUDA device; reinstall torch") from None
-        return "not installed; only a CUDA device and the tests need it"
+        return "not installed; only a CUDA device, `servelab kernels check` and the tests need it"
     import triton  # noqa: F401  a half-installed one fails here
 
     return version

@@ -99,7 +99,7 @@ def quantize(
         from backend.metrics.stats import Phase
         from backend.models.sources import ensure_model
         from backend.quantization.calibration import DEFAULT_TEXT, cut_windows, read_texts
-        from backend.quantization.quantize_model import grid_settings, quantize_model
+        from backend.quantization.quantize_model import CALIBRATED, grid_settings, quantize_model
         from backend.quantization.work_folder import WorkFolder, named_work_folder
         from backend.tokenizer import load_tokenizer
 
@@ -119,7 +119,10 @@ def quantize(
         with terminal.Status() as status:
             source = ensure_model(model, progress(status))
             tokenizer = load_tokenizer(source)
-            status.show("reading the calibration text")
+            calibrates = method in CALIBRATED  # others only measure their errors on it
+            status.show(
+                "reading the calibration text" if calibrates else "reading the text that errors are measured on"
+            )
             token_ids = [id for text in read_texts(calibration or DEFAULT_TEXT) for id in tokenizer.encode(text)]
             try:
                 result = quantize_model(
@@ -131,14 +134,14 @@ def quantize(
                     device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
                     on_progress=lambda done, total: status.show_phase(Phase("quantizing", done, total, "layers")),
                 )
-            except (KeyboardInterrupt, ServeLabError) as end:
-                interrupted, done = isinstance(end, KeyboardInterrupt), len(work.finished)
+            except (KeyboardInterrupt, SystemExit, ServeLabError) as end:  # by SIGINT, by SIGTERM
+                interrupted, done = not isinstance(end, ServeLabError), len(work.finished)
                 how = "interrupted" if interrupted else "failed"
                 if done:
                     terminal.note(f"{how}; {done} layers are in {work.path}, and the same command goes on behind them")
                 elif interrupted:
                     terminal.note("interrupted; no layer is finished")
-                if interrupted:
+                if isinstance(end, KeyboardInterrupt):
                     raise typer.Exit(130) from None
                 raise
         kinds = _by_kind(result.modules)

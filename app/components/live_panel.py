@@ -87,6 +87,9 @@ def _pictures(snapshot: LiveSnapshot) -> None:
         with st.grid(2, min_column_width=300):
             _memory(snapshot)
             _blocks(snapshot)
+        st.caption(
+            "Pictures begin when the model is there, with the warm-up if there is one; the figures above leave it out."
+        )
     notes.show(snapshot.notices)
 
 
@@ -96,7 +99,7 @@ def _before_the_first(services: Services) -> None:
     if not newest:
         st.info(
             "Nothing has run yet. **Start** sends 16 chat prompts to a small model; throughput and latencies appear here "
-            "while it answers them. The first start fetches the model.",
+            "while it answers them. The first start fetches the model where it is not there yet.",
             icon=":material/rocket_launch:",
         )
         return

@@ -104,7 +104,7 @@ def _heading(services: Services, run: Run) -> None:
     with st.container(horizontal=True, vertical_alignment="center"):
         st.subheader(f"Run {notes.plain(run.title)}", anchor=False, width="content")
         if not run.is_final:  # how far it is, and what it has so far, stand above
-            st.caption("goes on; its figures so far stand above", width="content")
+            st.caption("goes on; its figures stand above as they come", width="content")
             return
         notes.status_badge(run.status)
         environment = run.environment or {}

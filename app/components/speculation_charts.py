@@ -62,7 +62,7 @@ def by_length(predictions: Sequence[Prediction], configured: int) -> Picture:
             "length": each.mean_acceptance_length,
             "cost": each.draft_cost + each.verify_cost,
             "kind": "best" if each.num_speculative_tokens == best else "other",
-            "label": f"×{each.speedup:.2f}" + (" as run" if each.num_speculative_tokens == configured else ""),
+            "label": f"×{each.speedup:.2f}" + (" as set" if each.num_speculative_tokens == configured else ""),
         }
         for each in predictions
     ]

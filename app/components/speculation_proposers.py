@@ -111,9 +111,11 @@ def _row(run: Run, plain: Run | None) -> dict[str, Any]:
     values = {name: metric_value(run.summary, metric) for name, metric in _METRICS.items()}
     theirs = metric_value(plain.summary, _METRICS["Output"]) if plain is not None else None
     ours = values["Output"]
+    # What a run that drafted nothing differs by is chance.
+    has_drafted = method_of(run) is None or values["Acceptance length"] is not None
     return {
         "Run": run.title,
-        "Proposer": method_text(run),
+        "Proposer": method_text(run) if has_drafted else f"{method_text(run)}: nothing drafted",
         **{name: formatting.metric(_METRICS[name], value) for name, value in values.items()},
-        "Speedup": f"×{formatting.number(ours / theirs)}" if ours and theirs else None,
+        "Speedup": f"×{formatting.number(ours / theirs)}" if ours and theirs and has_drafted else None,
     }

@@ -204,7 +204,9 @@ def _time_of_a_round(found: MeasuredSpeedup) -> None:
 def _measured(services: Services, source: Source, plain: Run) -> MeasuredSpeedup | None:
     """Computed once for each pair: both are over."""
     known: dict[tuple[int, int], MeasuredSpeedup | None] = st.session_state.setdefault(_KNOWN, {})
-    pair = source.run.run_id, plain.run_id
+    pair, num_tokens = (source.run.run_id, plain.run_id), source.num_tokens_behind_the_first
+    if not num_tokens:  # of a run that came to its end before any request did
+        return None
     if pair not in known:
         rows = services.repository.request_times(plain.run_id)
         begin = min((row["arrival_time"] for row in rows if _is_measured(row)), default=0.0)
@@ -218,7 +220,7 @@ def _measured(services: Services, source: Source, plain: Run) -> MeasuredSpeedup
             rates_by_position(source.measured),
             services.repository.steps(source.run.run_id),
             plain_steps,
-            num_tokens=source.num_tokens_behind_the_first,
+            num_tokens=num_tokens,
             method=method_of(source.run) or "",
         )
     return known[pair]

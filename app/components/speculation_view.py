@@ -123,7 +123,9 @@ def _headline(source: Source) -> None:
     draft_ms, verify_ms = (
         float(column[first].mean()) if num_rounds else None for column in (rounds.draft_ms, rounds.verify_ms)
     )
-    share = int(rounds.num_emitted.sum()) / source.num_tokens_behind_the_first if source.run.is_final else None
+    # None of a run that came to its end before any request did.
+    num_behind = source.num_tokens_behind_the_first if source.run.is_final else 0
+    share = int(rounds.num_emitted.sum()) / num_behind if num_behind else None
     with figures.row():
         figures.figure(
             "Acceptance length",

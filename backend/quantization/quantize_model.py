@@ -39,7 +39,7 @@ from backend.quantization.single_layer import SingleLayer, layer_prefix
 from backend.quantization.work_folder import WorkFolder
 
 SavedMethod = Literal["int8", "int4", "gptq", "awq", "w8a8_int8", "fp8"]
-_CALIBRATED = ("gptq", "awq")  # they choose codes on the grids of int4
+CALIBRATED = ("gptq", "awq")  # they choose codes on the grids of int4
 VERSION = 1  # to be raised when a run gives other files than before: what an older one left is not used then
 
 
@@ -91,11 +91,11 @@ def grid_settings(
 ) -> QuantizationSettings:
     """The settings of weights rounded to nearest on the grids of `method`. Raises `ConfigError` for what does not go together."""
     everywhere = {"granularity": granularity, "head": head, "skip": tuple(skip)}
-    on_grid = method in (*_CALIBRATED, "int4")
+    on_grid = method in (*CALIBRATED, "int4")
     given = {"bits": bits, "group_size": group_size, "zero_point": zero_point}
     if unfitting := [name for name, value in given.items() if value is not None and not on_grid]:
         raise ConfigError(
-            f"{unfitting[0]} does not go with method {method}; it goes with int4, {', '.join(_CALIBRATED)}"
+            f"{unfitting[0]} does not go with method {method}; it goes with int4, {', '.join(CALIBRATED)}"
         )
     if on_grid:
         # Unlike a model quantized as it is loaded, one that is saved can have no floating minimums.
@@ -234,7 +234,7 @@ class _Run:
                     "the calibration text: the model itself does not run in float32"
                 )
         quantize: Callable[[str, Tensor, InputStats], PackedWeight]
-        if self._method in _CALIBRATED:
+        if self._method in CALIBRATED:
             assert settings.bits is not None
             assert settings.group_size is not None
             assert settings.zero_point is not None

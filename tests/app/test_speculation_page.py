@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pandas as pd
 import pytest
 from sqlalchemy import delete, update
 from streamlit.testing.v1 import AppTest
@@ -146,6 +147,33 @@ def test_a_run_that_never_drafted_is_set_up_to_draft_in_every_step(services: Fak
         values = {key: app.session_state[f"{PREFIX}{key}"] for key in default_values()}
         config = EngineConfig().with_overrides(NGRAM | {"speculative.adaptive": False})
         assert read_form(values) == (config, Workload())
+
+
+def test_what_a_run_without_drafts_differs_by_is_no_speedup(services: FakeServices) -> None:
+    plain_id, _ = add_plain_run(services)
+    run_id, _ = add_speculation_run(services, speculates=False)
+    drafted_id, _ = add_speculation_run(services, NGRAM | {"speculative.num_speculative_tokens": 2})
+    app = page("speculation", run=str(run_id), view="Proposers")
+    rows = {row["Run"]: row for row in app.dataframe[0].value.to_dict("records")}
+    speeds = {int(title.split("#")[1].split()[0]): row["Speedup"] for title, row in rows.items()}
+    assert speeds[plain_id] == "×1.00"
+    assert str(speeds[drafted_id]).startswith("×")
+    assert pd.isna(speeds[run_id])
+    assert [row["Proposer"].endswith(": nothing drafted") for row in rows.values()].count(True) == 1
+
+
+@pytest.mark.parametrize("view", ["Rounds", "Speedup", "Proposers"])
+def test_a_run_that_was_killed_before_any_request_ended_shows_its_rounds(services: FakeServices, view: str) -> None:
+    add_plain_run(services)
+    made = make_run()
+    run_id, recorder = start_speculation_run(services)
+    feed(recorder, made, requests=False)
+    services.repository.record(run_id, {"status": "interrupted"}, {})
+    app = page("speculation", run=str(run_id), view=view)
+    assert not app.exception
+    if view == "Rounds":
+        assert int(metrics(app)["Rounds"]) >= len(made.rounds)
+        assert "of the output" not in " ".join(str(metric.delta) for metric in app.metric)
 
 
 def test_it_begins_with_the_newest_run_that_speculated(services: FakeServices) -> None:
