@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pandas as pd
+import pyarrow as pa
 import pytest
 from sqlalchemy import delete, update
 from streamlit.testing.v1 import AppTest
