@@ -98,6 +98,8 @@ class AdaptiveLength:
         ]
         self._known_speeds: dict[tuple[int, int, int], list[float]] = {}
         self._num_steps = 0
+        self._last_known: list[tuple[float | None, float | None, int | None]] = []  # of `_worth`, and what it gave
+        self._last_worth: list[int] = []
         self._is_probe = False  # the last step with drafts; and of those for whom else there would have been none:
         self._num_probed = self._num_whole = 0  # who had one, and whose was accepted whole
         self._num_in_turn = 0  # probes one behind the other
@@ -140,6 +142,13 @@ class AdaptiveLength:
         return step % PROBE_STEPS == 0 and self.may_pay(batch_size)
 
     def _worth(self, requests: Sequence[Request]) -> list[int]:
+        """As many tokens for each as give most tokens per time, or none for anybody."""
+        known = [(it.draft_rate, it.draft_share, it.draft_length) for it in requests]
+        if known != self._last_known:  # of a step without drafts nothing is learnt
+            self._last_known, self._last_worth = known, self._limits_worth(requests)
+        return list(self._last_worth)
+
+    def _limits_worth(self, requests: Sequence[Request]) -> list[int]:
         batch_size = len(requests)
         is_free = not self._cost.of_round(batch_size)  # then a round without drafts is like a plain step
         known = [

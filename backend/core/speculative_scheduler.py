@@ -26,6 +26,7 @@ from backend.core.step_plan import StepPlan
 from backend.request import FinishReason, Request
 
 MAX_TREE_REQS = 16  # of a round of trees in graphs; others are launched op by op, which holds up everybody
+_PLAIN: list[TokenOrigin] = ["plain"]  # shared: nobody changes what a step has yielded
 MAX_CONTINUED = 32  # requests of a round that the worker carries on by itself
 
 
@@ -92,6 +93,8 @@ class SpeculativeScheduler(Scheduler):
     def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
         if not scheduled.num_scheduled_tokens:
             return []
+        if not scheduled.num_draft_tokens:
+            return self._update_plain(scheduled, output)
         step, requests = self._in_flight.popleft()
         if step != scheduled.step:
             raise RuntimeError(f"the result of step {scheduled.step} came before that of step {step}")
@@ -101,7 +104,7 @@ class SpeculativeScheduler(Scheduler):
             if rounds
             else {}
         )
-        granted = scheduled.num_draft_tokens or {}
+        granted = scheduled.num_draft_tokens
         outputs = []
         for request in requests:
             if request.status == "finished":
@@ -126,6 +129,15 @@ class SpeculativeScheduler(Scheduler):
                 self._length.learn(request, num_draft_tokens, num_accepted)
             origins = _origins(num_draft_tokens, num_accepted)
             outputs.append(RequestOutput(request_id, new_token_ids, reason, None, origins, num_draft_tokens))
+        return outputs
+
+    def _update_plain(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
+        """Of a step in which nobody might draft."""
+        self._drafted.clear()  # nothing that a round behind it could go on from
+        outputs = super().update_from_output(scheduled, output)
+        for each in outputs:
+            if each.error is None:
+                each.origins = _PLAIN
         return outputs
 
     def _may_continue(self, counts: Mapping[str, int]) -> bool:
@@ -287,6 +299,6 @@ def _decodes(request: Request) -> bool:
 
 def _origins(num_draft_tokens: int, num_accepted: int) -> list[TokenOrigin]:
     if num_draft_tokens == 0:
-        return ["plain"]
+        return _PLAIN
     accepted: list[TokenOrigin] = ["accepted"] * num_accepted
     return [*accepted, "bonus" if num_accepted == num_draft_tokens else "recovered"]

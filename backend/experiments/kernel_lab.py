@@ -30,7 +30,9 @@ OnResult = Callable[[Result], None]
 
 CPU_CHECK = "No CUDA device: the kernels were checked through Triton's interpreter, on small inputs."
 CPU_BENCH = "No CUDA device: the times are of the torch references on this CPU; Triton kernels are timed on a GPU only."
-NO_TRITON = "Triton is not installed, so no kernel was checked; on Linux: pip install 'triton>=3.6,<4', which `make test` does as well"
+NO_TRITON = (
+    "Triton is not installed, so no kernel was checked; on Linux: pip install 'triton>=3.6,<4', as `make test` does"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -45,7 +45,7 @@ class StreamEvent:
     num_preemptions: int | None = None
     scheduled_time: float | None = None
     # With speculation, for each of `token_ids` where it comes from: "accepted", "recovered", "bonus" or "plain". Else None.
-    origins: list[str] | None = None
+    origins: Sequence[str] | None = None
     speculation: SpeculationCounts | None = None  # on the last event, with speculation
 
 
