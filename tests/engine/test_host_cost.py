@@ -101,8 +101,9 @@ def test_a_token_costs_the_host_a_few_hundred_instructions(tiny_llama: Path) -> 
 
 
 def test_speculation_that_is_off_costs_a_step_little(tiny_llama: Path) -> None:
-    """That each token has an origin, and a look whether drafts are still not worth it: 1.16 times as many instructions as without;
-    reckoned anew in each step it would be twice as many."""
+    """That each token has an origin, and a look whether drafts are still not worth it: 1.16 times the instructions without;
+    reckoned anew in each step it would be twice as many.
+    """
 
     def cost(**speculative: Any) -> int:
         engine = engine_of(InstantExecutor(), tiny_llama, 16, asynchronous=True, **speculative)
