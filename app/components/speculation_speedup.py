@@ -176,7 +176,7 @@ def _figures(run: Run, plain: Run, found: MeasuredSpeedup) -> None:
         )
         figures.figure(
             "Draft",
-            f"{formatting.number(found.times.draft_cost)} steps",
+            f"{found.times.draft_cost:.3f} steps",
             "Drafting for a round, in plain steps of as many requests.",
             formatting.quantity(found.times.draft_ms, "ms"),
         )

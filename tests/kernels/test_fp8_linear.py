@@ -58,7 +58,7 @@ def test_every_cut(num_tokens: int, tiles: Tiles, num_columns: int, per_token: b
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
-@pytest.mark.parametrize("num_tokens", [1, 5, 17])
+@pytest.mark.parametrize("num_tokens", [1, 5, 17, 70])
 def test_defaults_in_every_dtype(num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
     inputs = OP.make_inputs(dtype, device, num_tokens=num_tokens)
     tolerance = OP.tolerances[dtype]
