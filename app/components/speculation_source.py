@@ -13,6 +13,7 @@ import streamlit as st
 from app.components.kv_cache_map import request_name
 from app.services import Services
 from backend.analysis.draft_rounds import RoundColumns, RoundHistory
+from backend.analysis.run_prompts import is_warmup
 from backend.errors import DatabaseError, ModelError
 from backend.metrics.speculation_ledger import SPECULATION_KIND
 from backend.tokenizer import Tokenizer, load_tokenizer
@@ -37,7 +38,7 @@ class Source:
     def measured_ids(self) -> list[str]:
         """Requests with rounds, without the warm-up: in the order of the workload, those without a record yet at the end."""
         places = {request_id: place for place, request_id in enumerate(self.records)}
-        ids = [it for it in self.history.request_ids if not self.records.get(it, {}).get("warmup")]
+        ids = [it for it in self.history.request_ids if not is_warmup(it)]
         return sorted(ids, key=lambda it: places.get(it, len(places)))
 
     @cached_property

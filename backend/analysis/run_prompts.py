@@ -29,6 +29,12 @@ Row = Mapping[str, Any]
 Encode = Callable[[Prompt], list[int]]  # of a prompt that is text
 
 
+def is_warmup(request_id: str) -> bool:
+    """Whether a request is of its run's warm-up, by the name that the runner gives it."""
+    place = _PLACE.fullmatch(request_id)
+    return place is not None and place["warmup"] is not None
+
+
 @dataclass(frozen=True, slots=True)
 class RequestTokens:
     token_ids: NDArray[np.uint32]  # prompt, and the answer as far as it is recorded
