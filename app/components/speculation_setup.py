@@ -19,20 +19,20 @@ from db.run_rows import Run
 def without_speculation(run: Run) -> None:
     """A button to the same run, decoded one token a step."""
     if _button("Set up the run without speculation", "speculation-plain", "without speculation."):
-        _fill(run, "without speculation", {"speculative": {}})
+        _fill(run, "without speculation", {})
 
 
 def with_speculation(run: Run) -> None:
     """A button to the same run, with who drafts best of what comes with the program."""
     drafter = "with the EAGLE head that comes for its model to draft, or n-grams where none does."
     if _button("Set up the run with speculation", "speculation-drafted", drafter):
-        _fill(run, "with speculation", {"speculative": {}}, _drafted)
+        _fill(run, "with speculation", {}, _drafted)
 
 
 def always_drafting(run: Run) -> None:
     """A button to the same run, with drafts in every step, whether they pay or not."""
     if _button("Set up the run with drafts in every step", "speculation-always", "and speculative.adaptive off."):
-        _fill(run, "always drafting", {"speculative": {**run.config["speculative"], "adaptive": False}})
+        _fill(run, "always drafting", {**run.config["speculative"], "adaptive": False})
 
 
 def _button(name: str, key: str, how: str) -> bool:
@@ -43,14 +43,14 @@ def _button(name: str, key: str, how: str) -> bool:
 def _fill(
     run: Run,
     label: str,
-    sections: Mapping[str, Any],
+    speculative: Mapping[str, Any],
     changed: Callable[[EngineConfig], EngineConfig] = lambda config: config,
 ) -> None:
     """Args:
-    sections: of the run's settings, in place of its own.
+    speculative: in place of the run's own settings of that section.
     """
     try:
-        config = changed(EngineConfig.from_dict({**run.config, **sections}))
+        config = changed(EngineConfig.from_dict({**run.config, "speculative": speculative}))
         widgets.fill(fill_form(config, Workload.from_dict(run.workload), label))
     except ServeLabError as error:  # stored by a version that knew other settings
         st.error(notes.plain(f"This version cannot repeat the run: {error}"), icon=":material/error:")

@@ -26,8 +26,8 @@ from backend.core.step_plan import StepPlan
 from backend.request import FinishReason, Request
 
 MAX_TREE_REQS = 16  # of a round of trees in graphs; others are launched op by op, which holds up everybody
-_PLAIN: list[TokenOrigin] = ["plain"]  # shared: nobody changes what a step has yielded
 MAX_CONTINUED = 32  # requests of a round that the worker carries on by itself
+_PLAIN: list[TokenOrigin] = ["plain"]  # shared: nobody changes what a step has yielded
 
 
 class SpeculativeScheduler(Scheduler):
