@@ -53,6 +53,7 @@ class Request:
     num_accepted_tokens: int = 0
     draft_rate: float | None = None  # how often its drafted tokens are accepted, see `AdaptiveLength`
     draft_share: float | None = None  # how often there was anything to draft; likewise
+    num_draft_rounds: int = 0  # that say something of this
     draft_length: int | None = None  # how many of them it was last worth drafting; likewise
     # The unfinished samples of its prompt, itself included, where they share blocks; one list for all. Else None.
     samples: list[Request] | None = field(default=None, repr=False)

@@ -146,10 +146,10 @@ def ngram_rounds(token_ids: Sequence[int], first: int, num_steps: int, lengths: 
         lengths: of the shortest and the longest n-gram that is looked up.
     """
     from backend.spec_decode.heads.acceptance import Round
-    from backend.spec_decode.ngram import NgramIndex
+    from backend.spec_decode.ngram import NgramText
 
     position = first + 1
-    index = NgramIndex(token_ids[:position], *lengths)
+    index = NgramText(token_ids[:position], *lengths)
     while position < len(token_ids):
         left = token_ids[position:]
         draft = index.continuation(num_steps)[: len(left)]

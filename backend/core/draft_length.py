@@ -26,10 +26,13 @@ from backend.request import Request
 
 FIRST_RATE = 0.6  # of a request of which nothing is known
 MEMORY = 0.93  # what a tested token leaves of the rate before it, and a round of the share of rounds that had drafts
+WORTH_OF_GUESS = (
+    3  # rounds that are known, as which the first guess of that share counts: the first few say more than it
+)
 KEPT_SHARE = 0.95  # of the best length's speed, with which another one is kept
-# In one step of so many a token is drafted for those whose drafts are left out, where right ones would be worth it; and in the
-# next, while half of them are right.
-PROBE_STEPS = 32
+# After so many steps a token is drafted for those whose drafts are left out, where right ones would be worth it; and in the next,
+# while half of them are right. Where they are not, it is twice as many steps until the next time, up to the most.
+PROBE_STEPS, MOST_PROBE_STEPS = 32, 128
 _RESOLUTION = 100  # of rates and shares
 
 
@@ -98,6 +101,7 @@ class AdaptiveLength:
         ]
         self._known_speeds: dict[tuple[int, int, int], list[float]] = {}
         self._num_steps = 0
+        self._wait = self._next_probe = PROBE_STEPS  # steps between two probes, and the one of the next
         self._last_known: list[tuple[float | None, float | None, int | None]] = []  # of `_worth`, and what it gave
         self._last_worth: list[int] = []
         self._is_probe = False  # the last step with drafts; and of those for whom else there would have been none:
@@ -116,8 +120,13 @@ class AdaptiveLength:
         for request, k in zip(requests, limits, strict=True):
             request.draft_length = k
         # A text may have begun to repeat itself: to see that by one step in so many would take it hundreds.
-        goes_on = self._is_probe and 2 * self._num_whole >= self._num_probed > 0 and self.may_pay(len(requests))
-        goes_on = goes_on and self._num_in_turn < PROBE_STEPS
+        was_right = self._is_probe and 2 * self._num_whole >= self._num_probed > 0
+        goes_on = was_right and self.may_pay(len(requests)) and self._num_in_turn < PROBE_STEPS
+        if all(limits):
+            self._wait, self._next_probe = PROBE_STEPS, self._num_steps + PROBE_STEPS
+        elif self._is_probe:  # the step before
+            self._wait = PROBE_STEPS if was_right else min(2 * self._wait, MOST_PROBE_STEPS)
+            self._next_probe = self._num_steps - 1 + self._wait
         self._is_probe = (goes_on or self._is_due(self._num_steps, len(requests))) and not all(limits)
         self._num_in_turn = self._num_in_turn + 1 if goes_on else 0
         self._num_probed = self._num_whole = 0
@@ -135,11 +144,13 @@ class AdaptiveLength:
         if not all(limits) and self._is_due(self._num_steps + 1, len(requests)):
             return False
         self._num_steps += 1
+        if all(limits):
+            self._next_probe = self._num_steps + self._wait
         return True
 
     def _is_due(self, step: int, batch_size: int) -> bool:
         """Whether in this step, counted from 1, it is to be seen how good drafts are that are left out."""
-        return step % PROBE_STEPS == 0 and self.may_pay(batch_size)
+        return step >= self._next_probe and self.may_pay(batch_size)
 
     def _worth(self, requests: Sequence[Request]) -> list[int]:
         """As many tokens for each as give most tokens per time, or none for anybody."""
@@ -184,8 +195,10 @@ class AdaptiveLength:
         if self._is_probe and request.draft_length == 0:
             self._num_probed += 1
             self._num_whole += num_accepted == num_draft_tokens > 0
-        share = _share_of(request) * MEMORY
-        request.draft_share = share + 1 - MEMORY if num_draft_tokens else share
+        request.num_draft_rounds += 1
+        gain = max(1 - MEMORY, 1 / (request.num_draft_rounds + WORTH_OF_GUESS))
+        share = _share_of(request)
+        request.draft_share = share + gain * ((num_draft_tokens > 0) - share)
         if num_draft_tokens:
             rate = 1 - (1 - _rate_of(request)) * MEMORY**num_accepted
             request.draft_rate = rate * MEMORY if num_accepted < num_draft_tokens else rate

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from backend.config import EngineConfig
-from backend.core.draft_length import PROBE_STEPS, AdaptiveLength, DraftCost
+from backend.core.draft_length import MOST_PROBE_STEPS, PROBE_STEPS, AdaptiveLength, DraftCost
 from backend.errors import ConfigError
 
 SYNTHETIC = "synthetic"  # of `speculative.method`
@@ -141,4 +141,4 @@ def _where_it_loses(resolved: EngineConfig, cost: DraftCost) -> str:
 def _probes(length: AdaptiveLength, what: str) -> str:
     if not length.may_pay(1):
         return "Nothing is drafted then, unless speculative.adaptive is false."
-    return f"One step in {PROBE_STEPS} drafts {what} all the same, to see."
+    return f"One step in {PROBE_STEPS} to {MOST_PROBE_STEPS} drafts {what} all the same, to see."

@@ -42,23 +42,14 @@ class SamplingTensors:
         """Draw on the host and copy everything at once, without waiting for it; None if all rows are greedy."""
         if not metadata.samples:
             return None
-        return SamplingTensors.build_steps(metadata, 1, device)[0]
-
-    @staticmethod
-    def build_steps(metadata: SamplingMetadata, num_steps: int, device: torch.device) -> list[SamplingTensors]:
-        """The same of that step and those behind it, in each of which every row is one position further."""
         columns, num_rows = SamplingColumns.of(metadata.params), len(metadata.params)
         # One buffer of 32-bit words, the widest first: a copy costs the same for one number as for a thousand.
-        words = np.empty((2 * num_steps + 3) * num_rows, dtype=np.int32)
-        positions = np.array(metadata.positions, dtype=np.int64) + np.arange(num_steps)[:, None]
-        seeds = np.tile(columns.seeds, num_steps)
-        draws = uniform(seeds.tolist(), positions.ravel().tolist(), Purpose.TOKEN)
-        words[: 2 * num_steps * num_rows].view(np.float64)[:] = draws
-        words[2 * num_steps * num_rows :] = columns.words().ravel()
-        drawn, *rows = copy_to(words, device).split((2 * num_steps * num_rows, num_rows, num_rows, num_rows))
+        words = np.empty(5 * num_rows, dtype=np.int32)
+        words[: 2 * num_rows].view(np.float64)[:] = uniform(columns.seeds.tolist(), metadata.positions, Purpose.TOKEN)
+        words[2 * num_rows :] = columns.words().ravel()
+        draws, *rows = copy_to(words, device).split((2 * num_rows, num_rows, num_rows, num_rows))
         temperature, top_p, top_k = rows[0].view(torch.float32), rows[1].view(torch.float32), rows[2]
-        by_step = drawn.view(torch.float64).view(num_steps, num_rows)
-        return [SamplingTensors(temperature, top_k, top_p, draws=each) for each in by_step]
+        return SamplingTensors(temperature, top_k, top_p, draws.view(torch.float64))
 
 
 def copy_to(array: np.ndarray, device: torch.device) -> Tensor:

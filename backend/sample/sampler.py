@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from backend.sample.metadata import SamplingMetadata, SamplingTensors, copy_to
-from backend.sample.sampling_ahead import SamplingAhead
 from kernels.reference.greedy_tokens import greedy_tokens
 from kernels.reference.sample_tokens import sample_tokens
 
@@ -52,27 +51,18 @@ class Sampler:
 
     def __init__(self, ops: SamplerOps = REFERENCE_OPS) -> None:
         self._ops = ops
-        self._ahead = SamplingAhead()
 
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SampledTensors:
         """Args:
         logits: fp32 [num_rows, vocab_size]; banned tokens are overwritten there.
         """
         _ban(logits, metadata.banned_token_ids)
-        tensors = self.tensors(metadata, logits.device)
+        tensors = SamplingTensors.build(metadata, logits.device)
         if tensors is None:
             return SampledTensors(*self._ops.greedy_tokens(logits))
         return SampledTensors(
             *self._ops.sample_tokens(logits, tensors.temperature, tensors.top_k, tensors.top_p, tensors.draws)
         )
-
-    def tensors(self, metadata: SamplingMetadata, device: torch.device) -> SamplingTensors | None:
-        """What these rows are drawn by; None: all are greedy."""
-        return self._ahead.tensors(metadata, device)
-
-    def following(self, device: torch.device) -> SamplingTensors | None:
-        """The same for the rows that were last asked for, each one position further."""
-        return self._ahead.next(device)
 
 
 def _ban(logits: Tensor, banned_token_ids: list[tuple[int, ...]]) -> None:

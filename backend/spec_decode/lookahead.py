@@ -133,6 +133,7 @@ class _State:
     text: list[int]
     window: LookaheadWindow
     pool: NgramPool
+    num_behind: int = 0  # tokens by which the text has come further than the window
 
 
 class LookaheadProposer:
@@ -156,15 +157,14 @@ class LookaheadProposer:
         self._states[request_id] = _State(list(token_ids), window, NgramPool())
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        state, num_further = self._states[request_id], len(token_ids)
+        state = self._states[request_id]
         outputs = self._take_outputs(request_id)
         if outputs is not None:
             for ngram in state.window.advance(outputs):
                 state.pool.add(ngram)
-            num_further -= 1
+            state.num_behind -= 1
         state.text += token_ids
-        if num_further:
-            state.window.slide(self._columns_of(state.text, min(num_further, self._layout.num_columns)))
+        state.num_behind += len(token_ids)
 
     def forget(self, request_id: str) -> None:
         self._states.pop(request_id, None)
@@ -176,7 +176,7 @@ class LookaheadProposer:
     def propose(self, requests: Sequence[DraftRequest]) -> DraftOutput:
         drafts = []
         for request in requests:
-            state, count = self._states[request.request_id], request.max_tokens - self._layout.num_nodes
+            state, count = self._caught_up(request.request_id), request.max_tokens - self._layout.num_nodes
             found = state.pool.continuation(state.text[-1], count)
             drafts.append(found or state.window.next_guess[: max(0, count)])
         k = max(map(len, drafts))
@@ -185,7 +185,7 @@ class LookaheadProposer:
 
     def windows(self, request_ids: Sequence[str]) -> np.ndarray:
         """The nodes that are to run beside the drafts of these requests, int64 [num_reqs, num_nodes]."""
-        return np.stack([self._states[request_id].window.token_ids.reshape(-1) for request_id in request_ids])
+        return np.stack([self._caught_up(request_id).window.token_ids.reshape(-1) for request_id in request_ids])
 
     def observe(self, request_ids: Sequence[str], token_ids: Tensor) -> None:
         """A round has been started.
@@ -197,6 +197,14 @@ class LookaheadProposer:
         """
         self._outputs.clear()
         self._observed = list(request_ids), token_ids
+
+    def _caught_up(self, request_id: str) -> _State:
+        """A window is moved to the end of its text when it is to run: most steps of a batch may have no drafts."""
+        state = self._states[request_id]
+        if state.num_behind:
+            state.window.slide(self._columns_of(state.text, min(state.num_behind, self._layout.num_columns)))
+            state.num_behind = 0
+        return state
 
     def _columns_of(self, text: Sequence[int], num_columns: int) -> np.ndarray:
         """Pieces of a text as the last columns of the window behind it, int64 [num_rows, num_columns].

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from backend.attention.metadata import AttentionMetadata
@@ -69,10 +70,18 @@ class Proposer(Protocol):
         ...
 
 
+class Text(Protocol):
+    """The tokens of a request, a list or an array."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, where: slice, /) -> Sequence[int] | np.ndarray: ...
+
+
 class TextProposer(Proposer, Protocol):
     """A proposer whose greedy drafts lie in the requests' texts, where a device that has them can look them up as well."""
 
-    def text(self, request_id: str) -> Sequence[int]:
+    def text(self, request_id: str) -> Text:
         """All tokens of a request; the same object, which grows, from `begin` to `forget`."""
         ...
 

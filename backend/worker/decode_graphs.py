@@ -17,7 +17,7 @@ from torch import Tensor
 
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
-from backend.sample.metadata import SamplingTensors
+from backend.sample.metadata import SamplingMetadata
 from backend.worker.decoders import StepDecoder
 from backend.worker.graph_pass import GraphPass, Keep
 from backend.worker.input_batch import SAMPLED_TOKEN, RepeatInput, StepInput
@@ -120,7 +120,9 @@ class DecodeGraphs:
             self._graphs[size, width] = self._capture(size, width, pool)
             on_progress()
         for size in reversed(self._sizes):
-            self._draws.capture(self._rows(size)[2], pool)
+            sampled_rows = self._rows(size)[2]
+            sampled_rows.fill_(self._padding_row)  # other sizes have laid out theirs across it
+            self._draws.capture(sampled_rows, pool)
             on_progress()
 
     @property
@@ -134,9 +136,9 @@ class DecodeGraphs:
     def fits(self, step: StepInput) -> bool:
         return step.num_decodes == step.num_reqs <= self._sizes[-1]
 
-    def holds(self, max_seq_len: int) -> bool:
-        """Whether the last replay can go on with requests of that length."""
-        return self._last is not None and max_seq_len <= self._last.width * self._block_size
+    def holds(self, num_blocks: int) -> bool:
+        """Whether the last replay can go on with requests of up to so many blocks."""
+        return self._last is not None and num_blocks <= self._last.width
 
     def forget(self) -> None:
         """Another kind of step comes between."""
@@ -178,10 +180,14 @@ class DecodeGraphs:
             graph.block_tables.view(-1).index_copy_(0, entries, ids)
         return self._run(graph, len(step.request_ids))
 
-    def draw(self, tensors: SamplingTensors) -> Tensor:
+    def start_draws(self, sampling: SamplingMetadata, buffers: HostBuffers) -> None:
+        """Say how the rows of the last step are sampled, and those of steps that repeat it."""
+        self._draws.start(sampling.params, sampling.positions, buffers)
+
+    def draw(self, num_reqs: int) -> Tensor:
         """Draw instead of choosing greedily, from the logits of the last step; see `DrawGraphs.replay`."""
         assert self._last is not None
-        return self._draws.replay(self._last.size, tensors)
+        return self._draws.replay(self._last.size, num_reqs)
 
     def _run(self, graph: _Graph, num_reqs: int) -> DecodeOutput:
         graph.graph.replay()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from backend.sample.metadata import SamplingTensors
+from backend.sample.columns import SamplingColumns
+from backend.sampling_params import SamplingParams
 from backend.worker.decode_graphs import capture_graph
+from backend.worker.step_tensors import HostBuffers
+from kernels.ops.next_draws import next_draws
 from kernels.ops.record_tokens import record_tokens
 from kernels.ops.sample_tokens import sample_tokens
+
+_NUM_BYTES = 2 * 8 + 3 * 4  # of a row: seed and position, temperature, top-p and top-k
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +28,9 @@ class _Graph:
 
 
 class DrawGraphs:
-    """Args:
+    """How rows are sampled is uploaded once; each draw then moves them one position on, as long as the batch stays.
+
+    Args:
     logits: float32 [max_size, vocab_size], where the steps' graphs leave theirs.
     sampled_token_ids: int64, the last token of each row; the last row is the padding's.
     """
@@ -30,15 +39,12 @@ class DrawGraphs:
         self._logits = logits
         self._sampled_token_ids = sampled_token_ids
         self._graphs: dict[int, _Graph] = {}
-        max_size, device = len(logits), logits.device
-        # Padding draws as well, for the padding's row.
-        self._tensors = SamplingTensors(
-            temperature=torch.ones(max_size, device=device),
-            top_k=torch.zeros(max_size, dtype=torch.int32, device=device),
-            top_p=torch.ones(max_size, device=device),
-            draws=torch.zeros(max_size, dtype=torch.float64, device=device),
-        )
-        self._last: SamplingTensors | None = None
+        max_size = len(logits)
+        self._inputs = torch.zeros(_NUM_BYTES * max_size, dtype=torch.uint8, device=logits.device)
+        wide, narrow = self._inputs.split((16 * max_size, 12 * max_size))
+        self._seeds, self._positions = wide.view(torch.int64).view(2, max_size)
+        self._temperature, self._top_p, top_k = narrow.view(torch.float32).view(3, max_size)
+        self._top_k = top_k.view(torch.int32)
 
     def capture(self, rows: Tensor, pool: object) -> None:
         """The graph for as many requests as there are rows.
@@ -46,29 +52,39 @@ class DrawGraphs:
         Args:
             rows: int64 [size], of each request, as `record_tokens` takes them; read anew by each replay.
         """
-        size, tensors = len(rows), self._tensors
+        size = len(rows)
 
         def run() -> Tensor:
-            given = (tensors.temperature, tensors.top_k, tensors.top_p, tensors.draws)
-            chosen, finite = sample_tokens(self._logits[:size], *(tensor[:size] for tensor in given))
+            draws = next_draws(self._seeds[:size], self._positions[:size])
+            parameters = (self._temperature[:size], self._top_k[:size], self._top_p[:size])
+            chosen, finite = sample_tokens(self._logits[:size], *parameters, draws)
             return record_tokens(chosen, finite, rows, self._sampled_token_ids)
 
         graph, outcomes = capture_graph(run, pool, self._logits.device)
         self._graphs[size] = _Graph(graph, outcomes, rows)
 
-    def replay(self, size: int, tensors: SamplingTensors) -> Tensor:
+    def start(self, params: Sequence[SamplingParams], positions: Sequence[int], buffers: HostBuffers) -> None:
+        """Upload how the requests of a batch are sampled; padding, as if it were greedy.
+
+        Args:
+            positions: of the output token that each draws next.
+        """
+        columns, num_reqs, max_size = SamplingColumns.of(params), len(params), len(self._logits)
+        host = buffers.next(_NUM_BYTES * max_size)
+        values = host.numpy()
+        values[:] = 0
+        wide = values[: 16 * max_size].view(np.int64).reshape(2, max_size)
+        wide[0, :num_reqs] = columns.seeds.view(np.int64)
+        wide[1, :num_reqs] = positions
+        values[16 * max_size :].view(np.int32).reshape(3, max_size)[:, :num_reqs] = columns.words()
+        self._inputs.copy_(host, non_blocking=True)
+
+    def replay(self, size: int, num_reqs: int) -> Tensor:
         """What becomes of each request, int64 [num_reqs]: its token, or -1 where its logits are not finite.
 
         Args:
-            tensors: of as many requests as there are, at most `size`.
+            size: of the step's graph.
         """
-        num_reqs, own, last = len(tensors.draws), self._tensors, self._last
-        if last is None or tensors.temperature is not last.temperature:  # steps that were built together share them
-            own.temperature[:num_reqs].copy_(tensors.temperature)
-            own.top_k[:num_reqs].copy_(tensors.top_k)
-            own.top_p[:num_reqs].copy_(tensors.top_p)
-        own.draws[:num_reqs].copy_(tensors.draws)
-        self._last = tensors
         graph = self._graphs[size]
         graph.graph.replay()
         return graph.outcomes[:num_reqs]

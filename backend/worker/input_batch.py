@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -72,7 +72,8 @@ class _Last:
     rows: np.ndarray
     max_seq_len: int
     is_plain: bool  # without `SamplingMetadata`, which those that follow do without then as well
-    places: dict[str, int] | None = None
+    places: dict[int, int]  # of each row
+    new_blocks: list[tuple[int, int, int, int]] = field(default_factory=list)  # that came since, see `RepeatInput`
 
 
 class InputBatch:
@@ -97,6 +98,8 @@ class InputBatch:
 
     def update(self, scheduled: SchedulerOutput) -> None:
         """Forget requests that ended or were preempted, take in new ones and new blocks."""
+        if scheduled.new_requests or scheduled.finished_request_ids or scheduled.preempted_request_ids:
+            self._last = None
         for request_id in (*scheduled.finished_request_ids, *scheduled.preempted_request_ids):
             state = self._states.pop(request_id, None)
             if state is not None:
@@ -121,16 +124,14 @@ class InputBatch:
             self._add_blocks(self._states[request_id], block_ids)
 
     def repeats(self, scheduled: SchedulerOutput) -> int | None:
-        """If this step is like the one before it, the length of its longest request. To be asked before `update`."""
+        """If this step is like the one before it, how many columns of the block table it needs; to be asked after `update`."""
         last, num_tokens = self._last, scheduled.num_scheduled_tokens
-        if last is None or scheduled.new_requests or scheduled.finished_request_ids or scheduled.preempted_request_ids:
+        if last is None or list(num_tokens) != last.scheduled_ids or max(num_tokens.values()) > 1:
             return None
-        if list(num_tokens) != last.scheduled_ids or max(num_tokens.values()) > 1:
-            return None
-        return last.max_seq_len + 1
+        return max(-(-(last.max_seq_len + 1) // self._block_size), *(1 + it[2] for it in last.new_blocks), 0)
 
     def build_repeat(self, scheduled: SchedulerOutput, *, with_sampling: bool = True) -> RepeatInput:
-        """In place of `update` and `build`, for a step that `repeats`.
+        """In place of `build`, for a step that `repeats`.
 
         Args:
             with_sampling: else the caller knows how it is sampled.
@@ -138,14 +139,7 @@ class InputBatch:
         last = self._last
         assert last is not None
         last.max_seq_len += 1
-        new_blocks = []
-        for request_id, block_ids in scheduled.new_block_ids.items():
-            if last.places is None:
-                last.places = {key: place for place, key in enumerate(last.request_ids)}
-            state, place = self._states[request_id], last.places[request_id]
-            for group, blocks in enumerate(block_ids):
-                new_blocks += [(group, place, column, block) for column, block in enumerate(blocks, state.num_blocks)]
-            self._add_blocks(state, block_ids)
+        new_blocks, last.new_blocks = last.new_blocks, []
         is_known = last.is_plain or not with_sampling
         sampling = None if is_known else self._sampling(last.rows, last.request_ids)
         self._num_tokens[last.rows] += 1
@@ -190,7 +184,8 @@ class InputBatch:
         token_ids = self._token_ids(request_ids, rows, num_computed, seq_lens, query_start_loc)
         self._last = None
         if num_decodes == len(sampled_reqs) == num_reqs and (token_ids == SAMPLED_TOKEN).all():
-            self._last = _Last(scheduled_ids, request_ids, rows, int(seq_lens.max()), sampling is None)
+            places = {row: place for place, row in enumerate(rows.tolist())}
+            self._last = _Last(scheduled_ids, request_ids, rows, int(seq_lens.max()), sampling is None, places)
         return StepInput(
             token_ids=token_ids,
             token_rows=token_rows,
@@ -229,6 +224,16 @@ class InputBatch:
 
     def _add_blocks(self, state: RequestState, block_ids: list[list[int]]) -> None:
         begin, end = state.num_blocks, state.num_blocks + len(block_ids[0])
+        if self._last is not None:
+            place = self._last.places.get(state.row)
+            if place is None:  # of a request that was not in that step
+                self._last = None
+            else:
+                self._last.new_blocks += [
+                    (group, place, column, block)
+                    for group, blocks in enumerate(block_ids)
+                    for column, block in enumerate(blocks, begin)
+                ]
         for table, blocks in zip(self._tables, block_ids, strict=True):
             if len(blocks) == 1:  # quicker by far than a slice
                 table[state.row, begin] = blocks[0]

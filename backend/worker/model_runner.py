@@ -248,7 +248,12 @@ class ModelRunner:
 
     def _run(self, batch: InputBatch, scheduled: SchedulerOutput) -> PendingOutput:
         """A step with tokens."""
-        request_ids, outcomes = self._start(batch, scheduled)
+        batch.update(scheduled)
+        return self._run_plain(batch, scheduled)
+
+    def _run_plain(self, batch: InputBatch, scheduled: SchedulerOutput) -> PendingOutput:
+        """A step that the batch knows of, without drafts."""
+        request_ids, outcomes = self._repeat(batch, scheduled) or self._carry_out(batch.build(scheduled))
         return TokenDownload(request_ids, outcomes, self._downloads, self._not_finite)
 
     def _move_blocks(self, scheduled: SchedulerOutput) -> None:
@@ -260,25 +265,16 @@ class ModelRunner:
         if scheduled.block_copies:
             copy_blocks(self._all_caches, scheduled.block_copies)
 
-    def _start(self, batch: InputBatch, scheduled: SchedulerOutput) -> tuple[list[str], Tensor]:
-        """The requests that the step samples, and what becomes of each: see `_sample`."""
-        repeated = self._repeat(batch, scheduled)
-        if repeated is not None:
-            return repeated
-        batch.update(scheduled)
-        return self._carry_out(batch.build(scheduled))
-
     def _repeat(self, batch: InputBatch, scheduled: SchedulerOutput) -> tuple[list[str], Tensor] | None:
-        """`_start` of a step that the graph of the last one goes on to by itself; None where it is another one."""
+        """`_carry_out` of a step that the graph of the last one goes on to by itself; None where it is another one."""
         graphs = self._decode_graphs
-        max_seq_len = batch.repeats(scheduled) if graphs is not None else None
-        if graphs is None or max_seq_len is None or not graphs.holds(max_seq_len):
+        num_blocks = batch.repeats(scheduled) if graphs is not None else None
+        if graphs is None or num_blocks is None or not graphs.holds(num_blocks):
             return None
         step = batch.build_repeat(scheduled, with_sampling=not self._draws_again)
         output = graphs.replay_again(step, self._uploads)
         if self._draws_again:
-            tensors = self._sampler.following(self._device)
-            return step.request_ids, output.outcomes if tensors is None else graphs.draw(tensors)
+            return step.request_ids, graphs.draw(len(step.request_ids))
         if step.sampling is None:
             return step.request_ids, output.outcomes
         return step.request_ids, self._draw(graphs, output, step.sampling, step.rows)
@@ -288,10 +284,11 @@ class ModelRunner:
         if any(sampling.banned_token_ids):
             return self._sample(output.logits, sampling, self._upload(rows))
         self._draws_again = True
-        tensors = self._sampler.tensors(sampling, self._device)
-        return output.outcomes if tensors is None else graphs.draw(tensors)
+        graphs.start_draws(sampling, self._uploads)
+        return graphs.draw(len(rows))
 
     def _carry_out(self, step: StepInput) -> tuple[list[str], Tensor]:
+        """The requests that the step samples, and what becomes of each: see `_sample`."""
         graphs, self._draws_again = self._decode_graphs, False
         if graphs is not None:
             if graphs.fits(step):

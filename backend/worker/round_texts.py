@@ -12,7 +12,7 @@ from torch import Tensor
 from backend.config import EngineConfig
 from backend.core.output import ModelRunnerOutput, PendingOutput
 from backend.core.speculation import LOOK_UP_METHODS
-from backend.spec_decode.proposer import DraftRequest, TextProposer
+from backend.spec_decode.proposer import DraftRequest, Text, TextProposer
 from backend.worker.round_tensors import RoundRows
 from backend.worker.step_tensors import HostBuffers, write_parts
 
@@ -59,7 +59,7 @@ class RoundTexts:
         self._texts = torch.zeros(shape, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(shape[0], dtype=torch.int64, device=device)
         # Of which text a row holds how many tokens. Who comes, or comes back, has another text, if it has the same tokens.
-        self._held: list[tuple[Sequence[int], int]] = [((), 0)] * shape[0]
+        self._held: list[tuple[Text, int]] = [((), 0)] * shape[0]
 
     def upload(self, requests: Sequence[DraftRequest], buffers: HostBuffers) -> None:
         """Send what the device does not have of these texts; the results of all rounds of these requests are known."""

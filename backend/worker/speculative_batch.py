@@ -93,10 +93,6 @@ class SpeculativeInputBatch(InputBatch):
         super()._add_blocks(state, block_ids)
         self._round_tables = None
 
-    def repeats(self, scheduled: SchedulerOutput) -> int | None:
-        """Not where tables change otherwise than by growing with their requests."""
-        return None if scheduled.num_kept_blocks or scheduled.num_draft_tokens else super().repeats(scheduled)
-
     def build(self, scheduled: SchedulerOutput) -> StepInput:
         rows = self._rows(scheduled.num_scheduled_tokens)
         num_tokens = np.array(scheduled.num_computed_tokens, dtype=np.int64) + 1

@@ -192,16 +192,16 @@ class SpeculativeModelRunner(DraftModelRunner):
         assert isinstance(batch, SpeculativeInputBatch)
         speculation = self._speculation
         assert speculation is not None
+        batch.update(scheduled)
         if not scheduled.num_draft_tokens and set(scheduled.kinds.values()) == {"decode"}:
             if self._rounds is not None:
                 self._rounds.forget()
-            return speculation.watch(super()._run(batch, scheduled))
-        batch.update(scheduled)
+            return speculation.watch(self._run_plain(batch, scheduled))
         if scheduled.continues:
             assert self._rounds is not None
-            return speculation.watch(self._rounds.repeat(scheduled, partial(self._run_undrafted, batch)))
+            return speculation.watch(self._rounds.repeat(scheduled, partial(self._run_plain, batch)))
         if self._rounds is not None and self._rounds.takes(scheduled):
-            pending = self._run_round(self._rounds, scheduled)
+            pending = self._rounds.run(scheduled, partial(self._run_plain, batch))
             if pending is not None:
                 return speculation.watch(pending)
         if self._rounds is not None:
@@ -210,20 +210,7 @@ class SpeculativeModelRunner(DraftModelRunner):
         draft = speculation.draft(batch.requests(scheduled)) if scheduled.num_draft_tokens else None
         if draft is not None:
             return speculation.watch(self._verify(batch, scheduled, draft))
-        return speculation.watch(self._run_undrafted(batch, scheduled))
-
-    def _run_round(self, rounds: GraphRounds, scheduled: SchedulerOutput) -> PendingOutput | None:
-        """The step as a round in graphs; None where it is none."""
-        batch = self._batch
-        assert isinstance(batch, SpeculativeInputBatch)
-        if self._decode_graphs is not None:
-            self._decode_graphs.forget()
-        return rounds.run(scheduled, partial(self._run_undrafted, batch))
-
-    def _run_undrafted(self, batch: SpeculativeInputBatch, scheduled: SchedulerOutput) -> PendingOutput:
-        """A step that the batch knows of, without drafts."""
-        request_ids, outcomes = self._carry_out(batch.build(scheduled))
-        return TokenDownload(request_ids, outcomes, self._downloads, self._not_finite)
+        return speculation.watch(self._run_plain(batch, scheduled))
 
     def _verify(self, batch: SpeculativeInputBatch, scheduled: SchedulerOutput, draft: Draft) -> PendingOutput:
         """Run a step with drafts behind the last tokens of some of its requests; the others go on as ever."""

@@ -8,20 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops.checks import check_tensor
+from kernels.ops.next_draws import uniform
 from kernels.ops.sample_tokens import LOG2_E, blocks_of, draw_token
 from kernels.reference.sample_nodes import MAX_NODES, SampledNodes
 from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
-
-
-@triton.jit
-def _uniform(seed, position):
-    """As `backend.sample.random.uniform` draws for the output token at a position: float64 in [0, 1)."""
-    words = position.to(tl.uint64)
-    low, high = (words & 0xFFFFFFFF).to(tl.uint32), (words >> 32).to(tl.uint32)
-    nothing = tl.full([], 0, tl.uint32)  # the purpose: a token
-    first, second, _, _ = tl.philox(seed, low, high, nothing, nothing)
-    bits = (first.to(tl.uint64) << 21) | (second.to(tl.uint64) >> 11)
-    return bits.to(tl.int64).to(tl.float64) * (2.0**-53)
 
 
 # One kernel for every number of nodes that has the same block.
@@ -84,7 +74,7 @@ def _sample_nodes_kernel(
         temperature,
         tl.load(top_k_ptr + row),
         tl.load(top_p_ptr + row),
-        _uniform(tl.load(seeds_ptr + row), position),
+        uniform(tl.load(seeds_ptr + row), position),
         LOG2_E,
         BLOCK,
         MAX_NUM_BLOCKS,

@@ -7,14 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.reference.next_draws import uniform
 from kernels.reference.sample_tokens import GREEDY_TEMPERATURE
 
 MAX_NODES = 64
 NOT_SAMPLED = -1
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_NUM_ROUNDS = 10
-_WORD = 0xFFFFFFFF
 
 
 class SampledNodes(NamedTuple):
@@ -65,7 +62,7 @@ def sample_nodes(
     is_sampled = of_nodes(temperature >= GREEDY_TEMPERATURE) & logits.amax(dim=-1).isfinite()
     weights = _filtered(logits, of_nodes(temperature), of_nodes(top_k), of_nodes(top_p))
     positions = (num_computed + 1 - num_prompt_tokens)[:, None] + depths
-    draws = _uniform(of_nodes(seeds), positions.flatten())
+    draws = uniform(of_nodes(seeds), positions.flatten())
     token_ids = _draw(weights, draws).where(is_sampled, NOT_SAMPLED).view(num_rows, num_nodes)
 
     is_token = (draft_token_ids >= 0) & (draft_token_ids < vocab_size)
@@ -99,23 +96,3 @@ def _draw(weights: Tensor, draws: Tensor) -> Tensor:
     is_past = (weights > 0) & (cumulative > draws[:, None] * cumulative[:, -1:])
     first = ids.where(is_past, weights.shape[1]).amin(dim=-1)
     return first.minimum(ids.where(weights > 0, 0).amax(dim=-1))
-
-
-def _uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """float64 [n] in [0, 1), with 53 random bits: the first two words of Philox4x32-10 for (position, 0, 0) under each seed."""
-    words = [positions & _WORD, positions >> 32 & _WORD, torch.zeros_like(positions), torch.zeros_like(positions)]
-    keys = [seeds & _WORD, seeds >> 32 & _WORD]
-    for _ in range(_NUM_ROUNDS):
-        (first_high, first_low), (second_high, second_low) = (
-            _product(word, factor) for word, factor in zip(words[::2], _MULTIPLIERS, strict=True)
-        )
-        words = [second_high ^ words[1] ^ keys[0], second_low, first_high ^ words[3] ^ keys[1], first_low]
-        keys = [(key + step) & _WORD for key, step in zip(keys, _WEYL, strict=True)]
-    return (words[0] << 21 | words[1] >> 11).double() * 2.0**-53
-
-
-def _product(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """The high and the low 32 bits of a product of two words, without a number of more than 63 bits."""
-    upper, lower = word * (factor >> 16), word * (factor & 0xFFFF)  # of 48 bits each
-    total = (lower >> 16) + upper
-    return total >> 16, (total & 0xFFFF) << 16 | lower & 0xFFFF

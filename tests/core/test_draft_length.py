@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 
 import pytest
 
-from backend.core.draft_length import KEPT_SHARE, PROBE_STEPS, SMALL_ON_CUDA, AdaptiveLength, DraftCost
+from backend.core.draft_length import (
+    FIRST_RATE,
+    KEPT_SHARE,
+    MEMORY,
+    MOST_PROBE_STEPS,
+    PROBE_STEPS,
+    SMALL_ON_CUDA,
+    AdaptiveLength,
+    DraftCost,
+)
 from backend.request import Request
 from backend.sampling_params import SamplingParams
 from tests.core.paged_machine import generate
@@ -74,13 +84,14 @@ def test_a_length_is_kept_that_is_about_as_good_as_the_best(batch_size: int, dra
     length = AdaptiveLength(5, DraftCost(draft, SMALL_ON_CUDA, of_any))
     verify = verify_cost(batch_size, *COSTS[SMALL_ON_CUDA])
     rng, rate, kept, num_changes, num_best_changes, last_best = random.Random(7), 0.6, None, 0, 0, None
-    requests = [request_with(rate) for _ in range(batch_size)]
-    for step in range(1, 2000):
+    requests, num_probes = [request_with(rate) for _ in range(batch_size)], 0
+    for _ in range(2000):
         rate = round(min(0.95, max(0.0, rate + rng.uniform(-0.05, 0.05))), 2)
         for request in requests:
             request.draft_rate = rate
         (k,) = set(length.limits(requests))
-        if step % PROBE_STEPS == 0 and k == 1:
+        if k == 1 and requests[0].draft_length == 0:
+            num_probes += 1
             continue
         speeds = [expected_speedup(rate, each, draft, verify, of_any) for each in range(6)]
         best = speeds.index(max(speeds))
@@ -93,6 +104,7 @@ def test_a_length_is_kept_that_is_about_as_good_as_the_best(batch_size: int, dra
         num_best_changes += last_best is not None and best != last_best
         kept, last_best = k, best
     assert 0 < num_changes < num_best_changes / 2
+    assert num_probes <= 2000 / PROBE_STEPS
 
 
 def test_a_step_in_which_everybody_drafts_anyway_is_no_probe() -> None:
@@ -124,11 +136,53 @@ def test_one_whose_drafts_are_good_does_not_hold_up_all_the_others() -> None:
     assert AdaptiveLength(5, cost).limits([good, *bad]) == [0] * 8
 
 
-def test_requests_that_lose_are_tried_again_all_in_one_step() -> None:
+def probes_of(length: AdaptiveLength, requests: list[Request], num_steps: int) -> list[int]:
+    """In which of these steps, counted from 1, all that lose are drafted for; all refused."""
+    probes = []
+    for step in range(1, num_steps + 1):
+        limits = length.limits(requests)
+        assert limits in ([0] * len(requests), [1] * len(requests)), "all in one step"
+        if any(limits):
+            probes.append(step)
+            for request in requests:
+                length.learn(request, 1, 0)
+    return probes
+
+
+def test_requests_that_lose_are_tried_again_ever_more_rarely() -> None:
+    """Twice as late after each time, up to the most; and soon again where such a draft was accepted."""
     length, requests = AdaptiveLength(5, DraftCost(0.0, "cpu")), [request_with(0.05), request_with(0.1)]
-    quiet = [[0, 0]] * (PROBE_STEPS - 1)
-    assert [length.limits(requests) for _ in range(2 * PROBE_STEPS)] == 2 * [*quiet, [1, 1]]
+    waits = [PROBE_STEPS]
+    while waits[-1] < MOST_PROBE_STEPS:
+        waits.append(2 * waits[-1])
+    waits.append(waits[-1])
+    assert probes_of(length, requests, sum(waits)) == list(accumulate(waits))
+    while not any(length.limits(requests)):
+        pass
+    for request in requests:
+        length.learn(request, 1, 1)
+    for request in requests:
+        request.draft_rate = 0.05
+    assert probes_of(length, requests, 1 + 3 * PROBE_STEPS)[:2] == [1, 1 + 2 * PROBE_STEPS]
     assert length.limits([]) == []
+
+
+def test_a_text_in_which_nothing_is_found_is_given_up_after_a_few_rounds() -> None:
+    """Where the host looks up in vain while the device waits: an average of as long a memory as later would try ten times."""
+    length, request = AdaptiveLength(5, DraftCost(0.0, SMALL_ON_CUDA, 0.6, 0.06)), request_with(None)
+    num_rounds = 0
+    while length.limits([request])[0]:
+        num_rounds += 1
+        length.learn(request, 0, 0)
+    assert 1 < num_rounds < 5
+
+    def pays(share: float) -> bool:
+        cost = verify_cost(1, *COSTS[SMALL_ON_CUDA])
+        found = (expected_speedup(FIRST_RATE, k, 0.0, 0.0) - 1 for k in range(1, 6))
+        return any((1 + share * more) / (1 + 0.66 + share * k * cost) >= 1 for k, more in enumerate(found, 1))
+
+    assert pays(MEMORY**9)
+    assert not pays(MEMORY**10)
 
 
 @pytest.mark.parametrize("draft", [0.0, 0.47, 2.0])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from backend.config import EngineConfig
-from backend.core.draft_length import PROBE_STEPS, DraftCost
+from backend.core.draft_length import MOST_PROBE_STEPS, PROBE_STEPS, DraftCost
 from backend.core.speculation import resolve_speculation
 
 
@@ -27,7 +27,7 @@ def test_a_run_says_what_drafts_cost_and_that_it_leaves_them_out_where_they_lose
     said = notices()
     assert "off in steps in which it would lose (speculative.adaptive)" in said
     assert "about 0.22 plain steps with one request, 0.82 with 16, and drafts pay that are accepted more often" in said
-    assert f"One step in {PROBE_STEPS} drafts a token all the same" in said
+    assert f"One step in {PROBE_STEPS} to {MOST_PROBE_STEPS} drafts a token all the same" in said
     assert "switched off" not in said
     alone = notices(scheduler__max_num_seqs=1)
     assert "about 0.22 plain steps with one request, and drafts pay" in alone

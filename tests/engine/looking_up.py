@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from backend.metrics.speculation_ledger import Round
-from backend.spec_decode.ngram import NgramIndex
+from backend.spec_decode.ngram import NgramText
 from tests.engine.driving import Answer
 from tests.engine.few_tokens import VOCAB_SIZE
 from tests.engine.scripted import make_scripted
@@ -60,6 +60,6 @@ def check_drafts(
     """Each is what the text says that was there."""
     texts = {key: [*prompt, *collected[key].token_ids] for key, prompt in prompts.items()}
     for it in rounds:
-        index = NgramIndex(texts[it.request_id][: len(prompts[it.request_id]) + it.position], n_min, 3)
+        index = NgramText(texts[it.request_id][: len(prompts[it.request_id]) + it.position], n_min, 3)
         assert list(it.draft_token_ids) == index.continuation(len(it.draft_token_ids)), it
         assert set(it.draft_probs) == {1.0}

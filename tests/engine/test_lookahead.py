@@ -116,7 +116,7 @@ def test_random_traffic(host: EngineHost, tiny_llama: Path) -> None:
         for key, prompt in prompts.items():
             assert collected[key].token_ids == dense_greedy(oracle, prompt, length)
         num_accepted += rounds_of(collected)[1]
-    assert num_accepted > 20
+    assert num_accepted > 10
 
 
 class _Watching(LookaheadProposer):

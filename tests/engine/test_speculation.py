@@ -385,9 +385,9 @@ def test_as_long_as_nobody_drafts_steps_are_submitted_ahead(
 
     monkeypatch.setattr(LLMEngine, "_complete", completed)
     options: dict[str, Any] = {"scheduler__async_scheduling": True, "speculative__adaptive": True}
-    longer = {key: [*expected[key], *dense_greedy(tiny_llama, [*PROMPTS[key], *expected[key]], 60)] for key in PROMPTS}
+    longer = {key: [*expected[key], *dense_greedy(tiny_llama, [*PROMPTS[key], *expected[key]], 86)] for key in PROMPTS}
     with scripted(host, tiny_llama, whole(PROMPTS, longer), in_turn((5, 0)), **options) as proposer:
-        collected = answers(host, PROMPTS, max_tokens=84, ignore_eos=True)
+        collected = answers(host, PROMPTS, max_tokens=110, ignore_eos=True)
         assert {key: answer.token_ids for key, answer in collected.items()} == longer
     assert max(flying) == 1, "beside the one that is completed"
     assert flying.count(1) > 40

@@ -29,6 +29,7 @@ from kernels.ops import (
     gather_round,
     greedy_tokens,
     int_linear,
+    next_draws,
     ngram_drafts,
     norm_embedding_and_features,
     norm_gated_linear,
@@ -56,12 +57,13 @@ TYPES = {
     "num_computed places slot_mappings pass_positions pass_slot_mappings "
     "num_granted lengths chunk_found "
     "ids sources last_token_ids next_token_ids drafts draft_token_ids num_draft_tokens "
-    "accepted_nodes last_nodes parents depths seeds num_prompt_tokens sampled_token_ids",
+    "accepted_nodes last_nodes parents depths seeds num_prompt_tokens sampled_token_ids positions",
     "*i32": "block_table block_tables pass_seq_lens chunk_token_ids texts query_start_loc seq_lens arrivals words counters "
     "tree_starts top_k",
     "*fp32": "logits probs sampled_probs temperature top_p "
     "chunk_max chunk_sum chunk_top cos_sin_cache square_sums next_square_sums "
     "partial partial_max partial_sum",
+    "*fp64": "draws",
     "*i1": "finite",
     "*fp16": "key_scales value_scales scales origins",
 }
@@ -124,6 +126,7 @@ for grows in (False, True):
     sizes = {"GROWS": grows, "BLOCK": 128}
     without = () if grows else ("seq_lens_ptr",)
     assert shared_bytes(record_tokens._record_tokens_kernel, sizes, without=without) <= CONSUMER_SHARED_BYTES
+assert shared_bytes(next_draws._next_draws_kernel, {"BLOCK": 128}) <= CONSUMER_SHARED_BYTES
 assert shared_bytes(decode_positions._decode_positions_kernel, {"BLOCK_SIZE": 16, "BLOCK": 128}) <= CONSUMER_SHARED_BYTES
 sizes = {"WIDTH": 6, "BLOCK_SIZE": 24, "BLOCK_ROWS": 32, "BLOCK_WIDTH": 8}
 assert shared_bytes(round_positions._round_positions_kernel, sizes) <= CONSUMER_SHARED_BYTES

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend.spec_decode.ngram import NgramIndex
+from backend.spec_decode.ngram import NgramText
 from kernels.registry import REGISTRY
 from tests.kernels.oracle import GuardBands
 
@@ -74,7 +74,7 @@ def check(which: str, inputs: dict[str, Any], texts: list[list[int]], news: list
         whole = [*text, *new][: held.shape[1]]
         held[row, : len(whole)] = torch.tensor(whole).int()
         lengths[row] = len(whole)
-        drafts.append(NgramIndex(whole, n_min, n_max).continuation(granted))
+        drafts.append(NgramText(whole, n_min, n_max).continuation(granted))
         assert drafts[-1] == search(whole, granted, n_min, n_max)
     k = before["drafts"].shape[1]
     assert inputs["drafts"].tolist() == [[*draft, *[-1] * (k - len(draft))] for draft in drafts]

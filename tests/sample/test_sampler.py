@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from scipy import stats
 from backend.sample.metadata import SamplingMetadata, SamplingTensors
 from backend.sample.random import Purpose, uniform
 from backend.sample.sampler import REFERENCE_OPS, Sampler, SamplerOps, triton_ops
-from backend.sample.sampling_ahead import SamplingAhead
 from backend.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -152,52 +150,8 @@ def test_parameters_become_tensors_row_by_row() -> None:
     assert tensors.draws.tolist() == uniform([2**63 - 1, 0, 5], [3, 0, 2**33], Purpose.TOKEN).tolist()
 
 
-def test_draws_of_steps_ahead_are_those_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However rows go on, stand still, jump ahead, change places, or come and go: as if each step were by itself."""
-    rng, num_built = random.Random(0), 0
-    build_steps = SamplingTensors.build_steps
-
-    def counted(*args: Any) -> list[SamplingTensors]:
-        nonlocal num_built
-        num_built += 1
-        return build_steps(*args)
-
-    requests = [SamplingParams(temperature=0.1 * (seed % 8), top_k=seed, seed=seed) for seed in range(9)]
-    ahead, rows, positions, num_alike = SamplingAhead(), requests[:3], [3, 0, 2**33], 0
-    for _ in range(600):
-        metadata = SamplingMetadata(list(rows), list(positions), [()] * len(rows))
-        expected = SamplingTensors.build(metadata, CPU)
-        monkeypatch.setattr(SamplingTensors, "build_steps", staticmethod(counted))
-        tensors = ahead.tensors(metadata, CPU)
-        monkeypatch.undo()
-        assert (tensors is None) == (expected is None)
-        for name in ("temperature", "top_k", "top_p", "draws") if tensors is not None else ():
-            assert torch.equal(getattr(tensors, name), getattr(expected, name))
-        positions = [position + 1 for position in positions]
-        what = rng.random()
-        if what > 0.9:  # without being told
-            metadata = SamplingMetadata(list(rows), list(positions), [()] * len(rows))
-            expected, tensors = SamplingTensors.build(metadata, CPU), ahead.next(CPU)
-            assert (tensors is None) == (expected is None)
-            assert tensors is None or torch.equal(tensors.draws, expected.draws)
-            positions = [position + 1 for position in positions]
-        if what < 0.03:
-            rows, positions = rng.sample(requests, 4), [rng.randrange(100) for _ in range(4)]
-        elif what < 0.05:
-            place = rng.randrange(len(rows))
-            positions[place] += rng.choice([-1, 1, 3])
-        elif what < 0.07:
-            rows = rows[::-1]
-        elif what < 0.08 and len(rows) > 1:
-            rows, positions = rows[1:], positions[1:]
-        else:
-            num_alike += 1
-    assert num_alike > 500
-    assert num_built < 200
-
-
 def test_greedy_rows_alone_have_no_draws() -> None:
-    assert SamplingAhead().tensors(SamplingMetadata([SamplingParams()] * 2, [0, 1], [()] * 2), CPU) is None
+    assert SamplingTensors.build(SamplingMetadata([SamplingParams()] * 2, [0, 1], [()] * 2), CPU) is None
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3])

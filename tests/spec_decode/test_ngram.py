@@ -7,7 +7,7 @@ import random
 import pytest
 
 from backend.sampling_params import SamplingParams
-from backend.spec_decode.ngram import NgramIndex, NgramProposer
+from backend.spec_decode.ngram import NgramProposer, NgramText
 from backend.spec_decode.proposer import DraftRequest
 
 
@@ -28,7 +28,7 @@ def test_a_draft_is_what_a_scan_of_the_text_finds(n_min: int, n_max: int) -> Non
     rng, found = random.Random(n_max), 0
     for vocabulary in (2, 5, 40):
         text = [rng.randrange(vocabulary) for _ in range(60)]
-        index = NgramIndex(text[:7], n_min, n_max)
+        index = NgramText(text[:7], n_min, n_max)
         for end in range(7, len(text)):
             for num_tokens in (1, 5):
                 draft = index.continuation(num_tokens)
@@ -40,7 +40,7 @@ def test_a_draft_is_what_a_scan_of_the_text_finds(n_min: int, n_max: int) -> Non
 
 @pytest.mark.parametrize("text", [[], [1], [1, 2, 3]])
 def test_nothing_is_drafted_where_nothing_has_occurred_before(text: list[int]) -> None:
-    assert NgramIndex(text, 1, 3).continuation(5) == []
+    assert NgramText(text, 1, 3).continuation(5) == []
 
 
 def test_each_request_is_drafted_for_from_its_own_text() -> None:

@@ -25,7 +25,14 @@ from backend.core.scheduler import Scheduler
 from backend.engine import llm_engine
 from backend.layers.linear import Linear
 from backend.worker.model_runner import ModelRunner
-from kernels.reference import decode_positions, draft_positions, greedy_tokens, record_tokens, sample_tokens
+from kernels.reference import (
+    decode_positions,
+    draft_positions,
+    greedy_tokens,
+    next_draws,
+    record_tokens,
+    sample_tokens,
+)
 from tests.interpreter import interpret_without_cuda
 
 interpret_without_cuda()
@@ -221,6 +228,7 @@ def recorded_graphs(*, on_kernels: bool = False) -> Iterator[Counter[str]]:
                 patch.setattr(module, "record_tokens", record_tokens.record_tokens)
             for module in (decode_graphs, mixed_graphs):
                 patch.setattr(module, "greedy_tokens", greedy_tokens.greedy_tokens)
+            patch.setattr(draw_graphs, "next_draws", next_draws.next_draws)
             patch.setattr(draw_graphs, "sample_tokens", sample_tokens.sample_tokens)
             patch.setattr(decode_graphs, "decode_positions", decode_positions.decode_positions)
             patch.setattr(round_graphs, "draft_positions", draft_positions.draft_positions)

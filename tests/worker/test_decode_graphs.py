@@ -95,15 +95,15 @@ def test_replays_equal_eager_steps(engine: Engine, num_reqs: int, is_long: bool)
     written, num_new_blocks = set(), 0
     for index in range(6):
         scheduled = requests.next_step() if index else requests.first_step()
-        max_seq_len = batch.repeats(scheduled)
-        assert (max_seq_len is not None) == (index > 1)
-        if max_seq_len is None:
-            batch.update(scheduled)
+        batch.update(scheduled)
+        num_blocks = batch.repeats(scheduled)
+        assert (num_blocks is not None) == (index > 1)
+        if num_blocks is None:
             step = batch.build(scheduled)
             assert engine.graphs.fits(step)
             output = engine.graphs.replay(step, engine.buffers)
         else:
-            assert engine.graphs.holds(max_seq_len)
+            assert engine.graphs.holds(num_blocks)
             repeat = batch.build_repeat(scheduled)
             num_new_blocks += len(repeat.new_blocks)
             output = engine.graphs.replay_again(repeat, engine.buffers)
@@ -125,7 +125,7 @@ def test_replays_equal_eager_steps(engine: Engine, num_reqs: int, is_long: bool)
 @pytest.mark.parametrize("num_reqs", [1, 3, 8, 17, 20])
 @torch.inference_mode()
 def test_draws_equal_those_of_the_reference(engine: Engine, num_reqs: int) -> None:
-    """Of several steps that share their parameters, of others behind them, and of fewer requests than the graph has rows."""
+    """Of several steps that repeat one, of others behind them, and of fewer requests than the graph has rows."""
     engine.fill_caches()
     requests = Requests(lengths_of(num_reqs, False))
     batch = InputBatch(MAX_NUM_REQS, MAX_MODEL_LEN, BLOCK_SIZE)
@@ -133,17 +133,27 @@ def test_draws_equal_those_of_the_reference(engine: Engine, num_reqs: int) -> No
     batch.update(scheduled)
     step = batch.build(scheduled)
     params = [
-        SamplingParams(temperature=(0.0, 0.7, 1.3)[index % 3], top_k=(0, 5)[index % 2], top_p=(1.0, 0.8)[index % 2])
+        SamplingParams(
+            temperature=(0.0, 0.7, 1.3)[index % 3],
+            top_k=(0, 5)[index % 2],
+            top_p=(1.0, 0.8)[index % 2],
+            seed=2**62 + index,
+        )
         for index in range(num_reqs)
     ]
     seen = set()
     for first_position in (0, 100):
-        metadata = SamplingMetadata(
-            params[::-1] if first_position else params, [first_position] * num_reqs, [()] * num_reqs
-        )
-        for tensors in SamplingTensors.build_steps(metadata, 4, DEVICE):
+        params.reverse()
+        for position in range(first_position, first_position + 4):
+            metadata = SamplingMetadata(params, [position] * num_reqs, [()] * num_reqs)
+            tensors = SamplingTensors.build(metadata, DEVICE)
             logits = engine.graphs.replay(step, engine.buffers).logits.clone()
-            outcomes = engine.graphs.draw(tensors)
+            if position == first_position:
+                engine.graphs.start_draws(metadata, engine.buffers)
+            outcomes = engine.graphs.draw(num_reqs)
+            if tensors is None:
+                assert all(each.temperature == 0 for each in params)
+                continue
             given = (tensors.temperature, tensors.top_k, tensors.top_p, tensors.draws)
             expected, finite = sample_tokens(logits.cpu(), *(tensor.cpu() for tensor in given))
             assert finite.all()
@@ -180,8 +190,8 @@ def test_a_graph_goes_on_only_as_far_as_its_table_reaches(engine: Engine) -> Non
     scheduled = Requests([SHORT_CONTEXT - 1]).first_step()
     batch.update(scheduled)
     engine.graphs.replay(batch.build(scheduled), engine.buffers)
-    assert engine.graphs.holds(SHORT_CONTEXT)
-    assert not engine.graphs.holds(SHORT_CONTEXT + 1)
+    assert engine.graphs.holds(SHORT_CONTEXT // BLOCK_SIZE)
+    assert not engine.graphs.holds(SHORT_CONTEXT // BLOCK_SIZE + 1)
     engine.graphs.forget()
     assert not engine.graphs.holds(1)
 

@@ -43,6 +43,7 @@ def test_each_group_has_its_own_table_and_slots(block_size: int) -> None:
     for _ in range(150):
         alone, jobs = traffic.schedule()
         output, jobs = in_two_groups(alone), batch_order(alone, jobs)
+        batch.update(output)
         if batch.repeats(output) is not None:
             new_blocks = batch.build_repeat(output).new_blocks
             firsts = [entry for entry in new_blocks if entry[0] == 0]
@@ -51,19 +52,17 @@ def test_each_group_has_its_own_table_and_slots(block_size: int) -> None:
                 block for (blocks,) in alone.new_block_ids.values() for block in blocks
             )
             num_repeats += bool(new_blocks)
-        else:
-            batch.update(output)
-            if jobs:
-                step = batch.build(output)
-                check(step, alone, jobs, block_size, traffic.num_blocks)
-                first, second = step.block_tables
-                assert (second[first > 0] == first[first > 0] + SHIFT).all()
-                assert (step.slot_mappings[1] == step.slot_mappings[0] + SHIFT * block_size).all()
-                metadata = to_device(step, buffers, CPU).metadata
-                for group in range(2):
-                    assert metadata.of_group(group).block_table.tolist() == step.block_tables[group].tolist()
-                    assert metadata.of_group(group).slot_mapping.tolist() == step.slot_mappings[group].tolist()
-                assert metadata.of_group(1).seq_lens is metadata.seq_lens
+        elif jobs:
+            step = batch.build(output)
+            check(step, alone, jobs, block_size, traffic.num_blocks)
+            first, second = step.block_tables
+            assert (second[first > 0] == first[first > 0] + SHIFT).all()
+            assert (step.slot_mappings[1] == step.slot_mappings[0] + SHIFT * block_size).all()
+            metadata = to_device(step, buffers, CPU).metadata
+            for group in range(2):
+                assert metadata.of_group(group).block_table.tolist() == step.block_tables[group].tolist()
+                assert metadata.of_group(group).slot_mapping.tolist() == step.slot_mappings[group].tolist()
+            assert metadata.of_group(1).seq_lens is metadata.seq_lens
         traffic.carry_out(alone)
     assert num_repeats > 2
 

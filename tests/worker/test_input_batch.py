@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from backend.core.output import SchedulerOutput
 from backend.sampling_params import SamplingParams
 from backend.worker.input_batch import SAMPLED_TOKEN, InputBatch, StepInput
+from backend.worker.speculative_batch import SpeculativeInputBatch
 from tests.worker.step_oracle import new, run
 from tests.worker.traffic import Known, step_of
 
@@ -63,7 +66,8 @@ def test_a_repeat_goes_on_where_the_last_step_ended() -> None:
     run(batch, step_of({"a": 2, "b": 3}, new=(new("a", [1] * 2, [1]), new("b", [2] * 3, [2]))))
     step = run(batch, step_of({"a": 1, "b": 1}, known=(Known("a", [[]], 2), Known("b", [[]], 3))))
     again = step_of({"a": 1, "b": 1}, known=(Known("a", [[]], 3), Known("b", [[7]], 4)))
-    assert batch.repeats(again) == 5
+    batch.update(again)
+    assert batch.repeats(again) == 2, "columns of the table"
     repeat = batch.build_repeat(again)
     assert step.sampled_request_ids == ["b", "a"], "the longer one comes first"
     assert (repeat.request_ids, repeat.rows.tolist()) == (["b", "a"], step.sampled_rows.tolist())
@@ -76,22 +80,49 @@ def test_a_repeat_goes_on_where_the_last_step_ended() -> None:
 
 def test_what_is_no_repeat() -> None:
     batch = InputBatch(3, 32, 4)
-    assert batch.repeats(step_of({"a": 1}, new=(new("a", [1], [1]),))) is None
+
+    def repeats(num_tokens: dict[str, int], **others: Any) -> int | None:
+        """A copy of the batch, told of such a step."""
+        told, scheduled = deepcopy(batch), step_of(num_tokens, **others)
+        told.update(scheduled)
+        return told.repeats(scheduled)
+
+    assert repeats({"a": 1}, new=(new("a", [1], [1]),)) is None
     both = (new("a", [1] * 2, [1, 2, 3]), new("b", [2] * 3, [4, 5, 6]))
     run(batch, step_of({"a": 2, "b": 3}, new=both))
     first = step_of({"a": 1, "b": 1}, known=(Known("a", [[]], 2), Known("b", [[]], 3)))
     assert batch.repeats(first) is None, "prompts came before"
     run(batch, first)
     known = (Known("a", [[]], 3), Known("b", [[]], 4))
-    assert batch.repeats(step_of({"a": 1, "b": 1}, known=known)) == 5
-    assert batch.repeats(step_of({"b": 1, "a": 1}, known=known)) is None, "another order"
-    assert batch.repeats(step_of({"a": 1}, known=known)) is None, "one is left out"
-    assert batch.repeats(step_of({"a": 1, "b": 2}, known=known)) is None
-    assert batch.repeats(step_of({"a": 1, "b": 1}, known=known, finished=("c",))) is None
-    assert batch.repeats(step_of({"a": 1, "b": 1}, known=known, preempted=("c",))) is None
-    assert batch.repeats(step_of({})) is None
+    assert repeats({"a": 1, "b": 1}, known=known) == 2
+    assert repeats({"b": 1, "a": 1}, known=known) is None, "another order"
+    assert repeats({"a": 1}, known=known) is None, "one is left out"
+    assert repeats({"a": 1, "b": 2}, known=known) is None
+    assert repeats({"a": 1, "b": 1}, known=known, finished=("c",)) is None
+    assert repeats({"a": 1, "b": 1}, known=known, preempted=("c",)) is None
+    assert repeats({}) is None
     run(batch, step_of({"a": 1}, known=known))
-    assert batch.repeats(step_of({"a": 1, "b": 1}, known=known)) is None
+    assert repeats({"a": 1, "b": 1}, known=known) is None
+    assert repeats({"a": 1}, known=(Known("a", [[]], 4),)) == 2
+    assert repeats({"a": 1}, known=(Known("a", [[]], 4), Known("b", [[9]], 5))) is None, (
+        "blocks of one that is not in it"
+    )
+
+
+def test_a_repeat_reaches_as_far_as_blocks_ahead_of_its_tokens() -> None:
+    """Those that drafts may need, of which some are given back and come again: the table has what holds now."""
+    batch = SpeculativeInputBatch(2, 64, 4)
+    run(batch, step_of({"a": 2}, new=(new("a", [1] * 2, [1]),)))
+    run(batch, step_of({"a": 1}, known=(Known("a", [[]], 2),)))
+    drafted = replace(step_of({"a": 1}, known=(Known("a", [[5, 6, 7]], 3),)), num_draft_tokens={"a": 9})
+    batch.update(drafted)
+    assert batch.repeats(drafted) == 4
+    assert batch.build_repeat(drafted).new_blocks == [(0, 0, 1, 5), (0, 0, 2, 6), (0, 0, 3, 7)]
+    shorter = replace(step_of({"a": 1}, known=(Known("a", [[9]], 4),)), num_kept_blocks={"a": 2})
+    batch.update(shorter)
+    assert batch.repeats(shorter) == 3
+    assert batch.build_repeat(shorter).new_blocks == [(0, 0, 2, 9)]
+    assert batch.blocks_of("a") == [1, 5, 9]
 
 
 def test_bans_and_positions_go_on_where_a_preempted_request_left_off() -> None:

@@ -20,17 +20,17 @@ def test_every_step_of_random_traffic_is_what_the_lists_say(block_size: int, see
     for _ in range(200):
         output, jobs = traffic.schedule()
         jobs = batch_order(output, jobs)
-        max_seq_len = batch.repeats(output)
-        assert (max_seq_len is not None) == is_repeat(output, jobs, last)
-        if max_seq_len is not None and repeating:
-            assert max_seq_len == max(job.computed + 1 for job in jobs)
+        batch.update(output)
+        num_blocks = batch.repeats(output)
+        assert (num_blocks is not None) == is_repeat(output, jobs, last)
+        if num_blocks is not None and repeating:
+            assert num_blocks == max(job.computed // block_size + 1 for job in jobs)
             repeat = batch.build_repeat(output)
             device.check_repeat(repeat, jobs, block_size)
             device.record(repeat.request_ids, repeat.rows, traffic.carry_out(output))
             kinds.add("new blocks" if repeat.new_blocks else "same blocks")
             num_repeats += 1
             continue
-        batch.update(output)
         device.forget(output)
         if jobs:
             step = batch.build(output)

@@ -1,4 +1,4 @@
-"""Sampled requests whose decode steps are graphs: the draws of steps to come are on the device before they are wanted."""
+"""Sampled requests whose decode steps are graphs: the device draws by itself as long as the batch stays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from backend.engine.engine_host import EngineHost
-from backend.sample.metadata import SamplingTensors
+from backend.worker.draw_graphs import DrawGraphs
 from tests.engine.driving import Pausing, config_of, held, submit, submit_to
 from tests.spec_decode.tiny_heads import random_ids
 
@@ -51,20 +51,27 @@ def test_tokens_are_those_without_graphs(
     tiny_llama: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beside a greedy one, and one for which ids are banned at first; draws are made for many steps at once."""
+    """Beside a greedy one, and one for which ids are banned at first."""
     host.load(config_of(tiny_llama, **OPTIONS))
     expected = collect(host)
     assert len(expected["p2"]) == 60
-    built: list[int] = []
-    build_steps = SamplingTensors.build_steps
+    num_started = 0
+    start = DrawGraphs.start
 
-    def counted(metadata: Any, num_steps: int, device: Any) -> list[SamplingTensors]:
-        built.append(num_steps)
-        return build_steps(metadata, num_steps, device)
+    def counted(*args: Any) -> None:
+        nonlocal num_started
+        num_started += 1
+        start(*args)
 
-    monkeypatch.setattr(SamplingTensors, "build_steps", staticmethod(counted))
+    monkeypatch.setattr(DrawGraphs, "start", counted)
     graph_host.load(config_of(tiny_llama, **OPTIONS))
     assert collect(graph_host) == expected
     assert replays["decode_graphs"] >= replays["draw_graphs"] > 40
-    assert max(built) > 1
-    assert len(built) < replays["decode_graphs"]
+    assert 0 < 3 * num_started < replays["draw_graphs"], "the host says how to sample where the batch changes"
+
+
+def test_a_capture_leaves_the_rows_of_requests_alone(graph_host: EngineHost, tiny_llama: Path) -> None:
+    """What graphs choose and draw while they are captured, they leave in the padding's row."""
+    graph_host.load(config_of(tiny_llama, **OPTIONS))
+    runner = graph_host._require().engine.executor._runner  # type: ignore[attr-defined]
+    assert runner._last_tokens[:-1].tolist() == [0] * 5
