@@ -82,7 +82,7 @@ def source_of(services: Services, run: Run) -> Source | None:
         )
         st.info(text, icon=":material/hourglass_empty:")
         notes.show(run.notices)
-        if run.is_final and run.config["speculative"].get("adaptive"):
+        if run.is_final and settings_of(run).get("adaptive"):
             speculation_setup.always_drafting(run)
         return None
     if source.problem is not None:
