@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _usage_message(error: typer.TyperException) -> str:
     context = getattr(error, "ctx", None)
     hint = f" (see {context.command_path} --help)" if context is not None else ""
-    return error.format_message() + hint
+    return error.format_message().replace("Value error, ", "") + hint  # pydantic's, by way of typer
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

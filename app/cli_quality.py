@@ -151,6 +151,7 @@ def _measure(
         "model": config.model.name,
         "reference": other.model.name if other else None,
         "quantization": model.loaded.quantization.to_dict(),
+        "num_quantized_layers": model.loaded.num_quantized_layers,  # a checkpoint's own quantization is no setting
         **asdict(quality),
     }
     tables: list[_Table] = [partial(cli_quality_tables.print_quality, quality)]

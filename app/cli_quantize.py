@@ -36,7 +36,8 @@ def quantize(
         Literal["int8", "int4", "gptq", "awq", "w8a8_int8", "fp8"],
         typer.Option(
             help="int8, int4: rounded to nearest. gptq, awq: on the grids of int4, chosen for the calibration text. "
-            "w8a8_int8, fp8: activations too, as the model runs."
+            "w8a8_int8, fp8: activations too, as the model runs. No format holds nf4 and llm_int8: a model gets "
+            "them as it is loaded."
         ),
     ],
     output: Annotated[

@@ -33,13 +33,13 @@ _TOKENS_AT_ONCE = 4096
 def read_texts(path: Path) -> list[str]:
     """The whole of a text file, or what the lines of a `.jsonl` file have in `text` or `prompt`. Raises `ConfigError`."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from None
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         return [content]
     texts = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split("\n"), start=1):  # of all line ends, JSON's strings may have the others
         if not line.strip():
             continue
         try:

@@ -68,6 +68,7 @@ def test_the_figures_are_the_librarys(text: Path, capsys: pytest.CaptureFixture[
     assert shown["kl"]["mean"] == pytest.approx(quality.kl.mean, rel=1e-4)
     assert shown["reference_perplexity"] == pytest.approx(quality.reference_perplexity)
     assert shown["quantization"]["bits"] == 4
+    assert shown["num_quantized_layers"] == model.loaded.num_quantized_layers > 0
     assert shown["reference"] == "dummy:tiny"
 
 

@@ -54,6 +54,15 @@ def test_texts_are_read_whole_or_by_lines_of_json(tmp_path: Path) -> None:
     assert read_texts(tmp_path / "b.jsonl") == ["first", "second", "third"]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_json_lines_end_where_json_does(tmp_path: Path, end: str) -> None:
+    """Not at what Unicode calls line ends, which a string may hold; nor does it matter what an editor put in front of them."""
+    texts = ["a\u2028b\u2029c", "d\x85e\x0bf", "g\nh"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "a.JSONL").write_bytes(b"\xef\xbb\xbf" + end.join(lines).encode() + end.encode())
+    assert read_texts(tmp_path / "a.JSONL") == texts
+
+
 @pytest.mark.parametrize("line", ['{"text": 3}', "[1]", "{", '"text"', "[" * 100_000])
 def test_a_line_without_a_text_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
