@@ -33,6 +33,10 @@ def quantization(
         Path | None, typer.Option("--text", metavar="FILE", help="A UTF-8 text file to predict. One ships.")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens of the text to read; 2,048 by default.")] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A text, or JSON lines with text or prompt, for gptq and awq. One ships."),
+    ] = None,
     layers: Annotated[bool, typer.Option(help="Also the error of each layer's output.")] = True,
     speed: Annotated[bool, typer.Option(help="Also tokens per second, where they are not emulated.")] = True,
     label: Annotated[str | None, typer.Option("--label", help="A name for the run.")] = None,
@@ -49,6 +53,7 @@ def quantization(
     values: dict[str, Any] = {
         "model": model,
         "text": None if text is None else str(text.absolute()),
+        "calibration": None if calibration is None else str(calibration.absolute()),
         "layers": layers,
         "speed": speed,
     }

@@ -20,7 +20,9 @@ RUN = "quantization-run"  # the run that the page shows, in the session
 ADDRESS = "quantization-address"
 
 _ERROR = "quantization error"
-_MODEL, _VARIANTS, _TEXT, _TOKENS = (f"quantization-{name}" for name in ("model", "variants", "text", "tokens"))
+_MODEL, _VARIANTS, _TEXT, _TOKENS, _CALIBRATION = (
+    f"quantization-{name}" for name in ("model", "variants", "text", "tokens", "calibration")
+)
 _LAYERS, _SPEED, _LABEL = (f"quantization-{name}" for name in ("layers", "speed", "label"))
 _MORE = (
     "int4:bits=3",
@@ -100,6 +102,7 @@ def start(services: Services) -> None:
         "model": (state[_MODEL] or "").strip(),
         "variants": list(state[_VARIANTS]),
         "text": (state.get(_TEXT) or "").strip() or None,
+        "calibration": (state.get(_CALIBRATION) or "").strip() or None,
         "layers": state[_LAYERS],
         "speed": state[_SPEED],
     }
@@ -137,6 +140,14 @@ def _advanced() -> None:
             step=1024,
             key=_TOKENS,
             help="Of the text. More take longer and tell finer differences apart.",
+            persist_state="session",
+        )
+        st.text_input(
+            "Calibration text",
+            key=_CALIBRATION,
+            placeholder="the one that ships",
+            help="A UTF-8 file on the server, or JSON lines with text or prompt, that gptq and awq choose their codes for: "
+            "such as the model will be asked. 16 windows of 256 tokens are taken from all over it.",
             persist_state="session",
         )
         st.text_input("Label", key=_LABEL, placeholder="optional", persist_state="session")

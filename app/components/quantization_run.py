@@ -123,6 +123,8 @@ def _what(run: Run, results: Sequence[Any]) -> str:
         f"the reference in {load.get('dtype') or 'its dtype'}",
         "small figures: the difference from the reference",
     ]
+    if calibration := run.config.get("calibration"):  # not of runs of other versions
+        parts.insert(1, f"gptq and awq calibrated on {Path(calibration).name}")
     sentence = "; ".join(parts) + "."
     if any(row["emulated"] for row in results):
         sentence += " Where speeds and peak memory are missing, products are emulated: hold the pointer over the dash."
@@ -143,6 +145,11 @@ def _compared(services: Services, run: Run, results: Sequence[Any], beside: Run)
             ("model", run.model, beside.model),
             ("text", run.config["text"] or "as shipped", beside.config["text"] or "as shipped"),
             ("tokens", run.config["max_tokens"], beside.config["max_tokens"]),
+            (
+                "calibration",
+                run.config.get("calibration") or "as shipped",
+                beside.config.get("calibration") or "as shipped",
+            ),
             ("machine", _machine(run), _machine(beside)),
             ("torch", _torch(run), _torch(beside)),
         )

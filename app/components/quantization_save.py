@@ -36,7 +36,7 @@ def show(services: Services, run: Run, text: str, variant: Variant) -> None:
         st.caption(notes.plain(problem))
         return
     state = st.session_state
-    newest = _newest(services, run.model, text)
+    newest = _newest(services, run, text)
     is_done = newest is not None and newest.status == "finished" and newest.config["name"] == state.get(_NAME)
     if state.get(_FOR) != (run.model, text) or _NAME not in state or is_done:
         state[_FOR], state[_NAME] = (run.model, text), default_name(run.model, variant)
@@ -53,7 +53,7 @@ def show(services: Services, run: Run, text: str, variant: Variant) -> None:
             key="quantization-save",
             why_queue="Waits for the run under way: nothing else may use the device meanwhile.",
             on_click=_start,
-            args=(services, run.model, text),
+            args=(services, run, text),
         )
     if variant.cache_dtype != "auto":
         st.caption("Without its KV cache, which is no part of a checkpoint.")
@@ -93,22 +93,30 @@ def save_text(run: Run) -> str:
     return f"is to save the model {name}."
 
 
-def _start(services: Services, model: str, text: str) -> None:
+def _start(services: Services, run: Run, text: str) -> None:
     """A callback: it runs before the page is drawn."""
     name = (st.session_state.get(_NAME) or "").strip()
     try:
         config = QuantizationLabConfig.from_dict(
-            {"model": model, "experiment": "save", "variants": [text], "name": name}
+            {
+                "model": run.model,
+                "experiment": "save",
+                "variants": [text],
+                "name": name,
+                "calibration": run.config.get("calibration"),
+            }
         )
         start_quantization_run(services, config)
     except ServeLabError as error:
         st.session_state[_ERROR] = str(error)
 
 
-def _newest(services: Services, model: str, text: str) -> Run | None:
-    """The newest run that saves this variant."""
-    for run in services.repository.list(kind="quantization", models={model}, limit=_MAX_SEARCHED):
-        if run.config["experiment"] == "save" and run.config["variants"] == [text]:
+def _newest(services: Services, measured: Run, text: str) -> Run | None:
+    """The newest run that saves this variant as that run has it."""
+    calibration = measured.config.get("calibration")
+    for run in services.repository.list(kind="quantization", models={measured.model}, limit=_MAX_SEARCHED):
+        config = run.config
+        if config["experiment"] == "save" and config["variants"] == [text] and config.get("calibration") == calibration:
             return run
     return None
 

@@ -64,7 +64,7 @@ def show(services: Services, run: Run, results: Sequence[Any]) -> None:
         return
     st.markdown("**A model of its own**, in the compressed-tensors format")
     quantization_save.show(services, run, taken, variant)
-    if command := model_command(run.model, variant):
+    if command := model_command(run.model, variant, run.config.get("calibration")):
         st.markdown("**On the command line**")
         st.code(command, language="bash")
     st.markdown("**The config that runs it**")
@@ -81,8 +81,12 @@ def explanation() -> None:
         st.markdown(_EXPLANATION)
 
 
-def model_command(model: str, variant: Variant) -> str | None:
-    """The command line that makes the variant's checkpoint, or a model of one in a folder; None where there is none."""
+def model_command(model: str, variant: Variant, calibration: str | None = None) -> str | None:
+    """The command line that makes the variant's checkpoint, or a model of one in a folder; None where there is none.
+
+    Args:
+        calibration: the file of its text; None: the one that ships.
+    """
     if variant.checkpoint is not None:
         is_folder = "/" in variant.checkpoint
         return f"servelab models add {shlex.quote(variant.checkpoint)}" if is_folder else None
@@ -101,6 +105,7 @@ def model_command(model: str, variant: Variant) -> str | None:
     parts += [f"--skip {shlex.quote(pattern)}" for pattern in settings.skip]
     if variant.is_calibrated:
         parts.append(f"--windows {NUM_WINDOWS} --window-length {WINDOW_LENGTH}")
+        parts += [f"--calibration {shlex.quote(calibration)}"] if calibration else []
     parts.append(f"-o {shlex.quote(f'{Path(model).name}-{variant.method}'.replace(':', '-'))}")
     return " ".join(parts)
 

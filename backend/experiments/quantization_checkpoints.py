@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import fields
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from backend.errors import ConfigError, ModelError
@@ -64,19 +65,33 @@ def saved_settings(variant: Variant) -> tuple[SavedMethod, QuantizationSettings]
     return method, settings
 
 
-def calibrated_checkpoint(source: ModelSource, variant: Variant, on_progress: ProgressCallback) -> ModelSource:
-    """The folder that `servelab quantize` would make with this many windows of the text that ships for calibration.
+def calibration_texts(path: str | None) -> list[str]:
+    """Of a file, or of the one that ships. Raises `ConfigError`, see `read_texts`."""
+    from backend.quantization.calibration import DEFAULT_TEXT, read_texts
+
+    try:
+        return read_texts(DEFAULT_TEXT if path is None else Path(path).expanduser())
+    except RuntimeError:
+        raise ConfigError(f"{path} cannot be read: no user has a home of this name") from None
+
+
+def calibrated_checkpoint(
+    source: ModelSource, variant: Variant, on_progress: ProgressCallback, calibration: str | None = None
+) -> ModelSource:
+    """The folder that `servelab quantize` would make with this many windows of the calibration text.
 
     Made on the first call; another process that makes the same is waited for. Layers of a call that was ended, by whatever
     means, lie beside the folder's place, and the next call goes on behind them.
 
+    Args:
+        calibration: see `calibration_texts`.
     Raises:
-        ConfigError: the method does not fit the model, or the model has no files.
+        ConfigError: the method does not fit the model, the model has no files, or the text cannot be read or is too short.
         ModelError: the model's files are damaged, or the folder cannot be written.
     """
     import torch
 
-    from backend.quantization.calibration import DEFAULT_TEXT, cut_windows, read_texts
+    from backend.quantization.calibration import cut_windows
     from backend.quantization.quantize_model import VERSION, fingerprint, quantize_model
     from backend.quantization.work_folder import WorkFolder
     from backend.tokenizer import load_tokenizer
@@ -86,7 +101,7 @@ def calibrated_checkpoint(source: ModelSource, variant: Variant, on_progress: Pr
             f"{source.name} has no files to make a checkpoint of by {variant.method}; name a model that has"
         )
     method, settings = saved_settings(variant)
-    texts = read_texts(DEFAULT_TEXT)
+    texts = calibration_texts(calibration)
     length = min(WINDOW_LENGTH, load_decoder_config(source.path).max_position_embeddings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     what = [VERSION, method, settings.to_dict(), fingerprint(source), texts, NUM_WINDOWS, length, device.type]

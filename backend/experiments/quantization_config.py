@@ -191,6 +191,10 @@ class QuantizationLabConfig(Settings):
     name: str | None = Field(None, description="Of the model to store.")
     text: str | None = Field(None, description="A UTF-8 text file to predict; by default one that ships.")
     max_tokens: int = Field(2048, ge=2, le=2**24, description="Tokens of the text to read.")
+    calibration: str | None = Field(
+        None,
+        description="A UTF-8 text, or JSON lines with text or prompt, for gptq and awq; by default one that ships.",
+    )
     layers: bool = Field(True, description="Also the error of each layer's output.")
     speed: bool = Field(True, description="Also tokens per second, where they are not emulated.")
 

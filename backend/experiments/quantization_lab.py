@@ -23,7 +23,7 @@ from backend.config import EngineConfig, default_cpu_threads
 from backend.errors import ConfigError, ServeLabError
 from backend.experiments.layer_error import measure_layer_errors, scan_sensitivity
 from backend.experiments.quality import RememberedModel, measure_quality
-from backend.experiments.quantization_checkpoints import calibrated_checkpoint, named_checkpoint
+from backend.experiments.quantization_checkpoints import calibrated_checkpoint, calibration_texts, named_checkpoint
 from backend.experiments.quantization_config import REFERENCE, QuantizationLabConfig, Variant, parse_variant
 from backend.experiments.quantization_figures import Result, figures, storage, stored_settings
 from backend.experiments.quantization_speed import measure_speed
@@ -56,6 +56,8 @@ def check_lab(config: QuantizationLabConfig) -> None:
         if variant.checkpoint is not None and source is not None:
             named_checkpoint(source, variant.checkpoint)
     _read_text(config)
+    if config.calibration is not None:
+        calibration_texts(config.calibration)
 
 
 def run_lab(config: QuantizationLabConfig, sink: StatsSink, on_result: OnResult, cancel: threading.Event) -> RunEnd:
@@ -214,7 +216,7 @@ class _Lab:
         if checkpoint is not None:
             stored = self._named_checkpoint(source, checkpoint)
         elif variant.is_calibrated:
-            stored = calibrated_checkpoint(source, variant, self._on_layers)
+            stored = calibrated_checkpoint(source, variant, self._on_layers, self._config.calibration)
             checkpoint = str(stored.path)
         self._say("loading")
         model = load_text_model(stored, variant.engine_config(self._config.model))

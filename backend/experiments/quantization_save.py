@@ -8,7 +8,12 @@ from collections.abc import Callable
 
 from backend.config import default_cpu_threads
 from backend.errors import ConfigError
-from backend.experiments.quantization_checkpoints import calibrated_checkpoint, saved_settings, why_not_saved
+from backend.experiments.quantization_checkpoints import (
+    calibrated_checkpoint,
+    calibration_texts,
+    saved_settings,
+    why_not_saved,
+)
 from backend.experiments.quantization_config import QuantizationLabConfig, Variant, parse_variant
 from backend.metrics.environment import environment
 from backend.metrics.stats import Phase, RunEnd, RunStart, StatsSink
@@ -31,6 +36,8 @@ def check_save(config: QuantizationLabConfig) -> None:
     if problem := why_not_saved(_variant(config)):
         raise ConfigError(problem)
     check_new_name(config.name or "")
+    if config.calibration is not None:
+        calibration_texts(config.calibration)
     source = None if is_pullable(config.model) else resolve_source(config.model)
     if source is not None and source.path is None:
         raise ConfigError(f"{config.model} has no files to make a checkpoint of; name a model that has")
@@ -91,7 +98,7 @@ def _save(
     import torch
 
     from backend.models.model_config import load_decoder_config
-    from backend.quantization.calibration import DEFAULT_TEXT, cut_windows, read_texts
+    from backend.quantization.calibration import cut_windows
     from backend.quantization.quantize_model import quantize_model
     from backend.quantization.work_folder import named_work_folder, provenance
     from backend.tokenizer import load_tokenizer
@@ -100,13 +107,14 @@ def _save(
     method, settings = saved_settings(variant)
     check_new_name(name)  # before the work, not behind it
     if variant.is_calibrated:
-        made = calibrated_checkpoint(source, variant, on_layers).path
+        made = calibrated_checkpoint(source, variant, on_layers, config.calibration).path
         assert made is not None
         add_folder(made, name, say, provenance(config.model, method))
         return
     assert source.path is not None
     length = min(_ROUNDED_LENGTH, load_decoder_config(source.path).max_position_embeddings)
-    token_ids = [id for text in read_texts(DEFAULT_TEXT) for id in load_tokenizer(source).encode(text)]
+    texts = calibration_texts(config.calibration)
+    token_ids = [id for text in texts for id in load_tokenizer(source).encode(text)]
     quantize_model(
         source,
         method,

@@ -34,8 +34,9 @@ def read_texts(path: Path) -> list[str]:
     """The whole of a text file, or what the lines of a `.jsonl` file have in `text` or `prompt`. Raises `ConfigError`."""
     try:
         content = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: of other bytes, and of a path with a NUL in it
+        shown = str(path).replace("\0", "\\0")
+        raise ConfigError(f"{shown} cannot be read as UTF-8 text: {error}") from None
     if path.suffix.lower() != ".jsonl":
         return [content]
     texts = []

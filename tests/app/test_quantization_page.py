@@ -70,6 +70,10 @@ def test_what_cannot_be_measured_is_named_and_queues_nothing(services: FakeServi
     app.text_input(key="quantization-text").set_value("/nowhere/text.txt").run()
     press(app, "Measure")
     assert "/nowhere/text.txt cannot be read as UTF-8 text" in words(app)
+    app.text_input(key="quantization-text").set_value("").run()
+    app.text_input(key="quantization-calibration").set_value("/nowhere/lines.jsonl").run()
+    press(app, "Measure")
+    assert "/nowhere/lines.jsonl cannot be read as UTF-8 text" in words(app)
     app.multiselect[0].set_value([]).run()
     press(app, "Measure")
     assert "variants" in words(app)
@@ -262,6 +266,9 @@ def test_what_is_taken_away_makes_the_variant_again(services: FakeServices) -> N
 )
 def test_the_command_of_a_variant(variant: str, expected: str | None) -> None:
     assert model_command("m", parse_variant(variant)) == expected
+    if expected and "gptq" in expected:
+        own = model_command("m", parse_variant(variant), "/a text.jsonl")
+        assert own == expected.replace(" -o", " --calibration '/a text.jsonl' -o")
 
 
 # Other pages

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from backend.errors import ConfigError
 from backend.experiments.quantization_checkpoints import calibrated_checkpoint
 from backend.experiments.quantization_config import parse_variant
 from backend.models.sources import ModelSource, resolve_source
@@ -36,8 +37,9 @@ def tiny(folder: Path) -> ModelSource:
     return resolve_source(str(make_tiny_llama(folder, hidden_size=64, intermediate_size=96, **heads)))
 
 
-def checkpoint(source: ModelSource) -> Path | None:
-    return calibrated_checkpoint(source, parse_variant("gptq:group_size=32"), lambda done, total: None).path
+def checkpoint(source: ModelSource, calibration: str | None = None) -> Path | None:
+    variant = parse_variant("gptq:group_size=32")
+    return calibrated_checkpoint(source, variant, lambda done, total: None, calibration).path
 
 
 def test_a_change_of_what_quantize_writes_leaves_older_checkpoints_behind(
@@ -50,6 +52,24 @@ def test_a_change_of_what_quantize_writes_leaves_older_checkpoints_behind(
     monkeypatch.setattr(quantize_model, "VERSION", quantize_model.VERSION + 1)
     assert checkpoint(source) not in (first, None)
     assert len(set(made)) == 2
+
+
+def test_each_calibration_text_has_a_checkpoint_of_its_own(tmp_path: Path, made: list[str]) -> None:
+    """By what it says, wherever it lies."""
+    source, text = tiny(tmp_path / "model"), "word " * 600
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": text + "more"}))
+    found = [checkpoint(source, str(tmp_path / name)) for name in ("one.txt", "two.txt", "other.jsonl")]
+    assert found[0] == found[1] != found[2]
+    assert checkpoint(source) not in found
+    assert len(made) == 3
+    for path, why in (
+        ("/nowhere.txt", "/nowhere.txt cannot be read as UTF-8 text"),
+        ("~no-such-user/a.txt", "no user has a home"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            checkpoint(source, path)
 
 
 def test_a_model_that_is_fetched_anew_has_its_checkpoints_still(tmp_path: Path, made: list[str]) -> None:
