@@ -124,7 +124,7 @@ def _what(run: Run, results: Sequence[Any]) -> str:
         "small figures: the difference from the reference",
     ]
     if calibration := run.config.get("calibration"):  # not of runs of other versions
-        parts.insert(1, f"gptq and awq calibrated on {Path(calibration).name}")
+        parts.insert(1, f"calibration on {Path(calibration).name}")
     sentence = "; ".join(parts) + "."
     if any(row["emulated"] for row in results):
         sentence += " Where speeds and peak memory are missing, products are emulated: hold the pointer over the dash."

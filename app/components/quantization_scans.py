@@ -24,17 +24,18 @@ _VIEW_OF = {"sensitivity": SENSITIVITY, "ranges": RANGES}  # experiment -> where
 _MAX_SEARCHED = 200
 
 
-def find(services: Services, run: Run, **asked: str) -> dict[str, list[Run]]:
-    """The scans of the run's model on its text, newest first, by variant.
+def find(services: Services, run: Run, **asked: Any) -> dict[str, list[Run]]:
+    """The scans of the run's model on its texts, newest first, by variant.
 
     Args:
         asked: values of a scan's config.
     """
     defaults = QuantizationLabConfig().to_dict()  # for what another version did not store
     found: dict[str, list[Run]] = {}
+    asked |= {name: (defaults | run.config)[name] for name in ("text", "calibration")}
     for scan in services.repository.list(kind="quantization", models={run.model}, limit=_MAX_SEARCHED):
         config = defaults | scan.config
-        if config["text"] == run.config["text"] and all(config[name] == value for name, value in asked.items()):
+        if all(config[name] == value for name, value in asked.items()):
             for variant in config["variants"]:
                 found.setdefault(variant, []).append(scan)
     return found

@@ -26,9 +26,8 @@ from backend.request import Request
 
 FIRST_RATE = 0.6  # of a request of which nothing is known
 MEMORY = 0.93  # what a tested token leaves of the rate before it, and a round of the share of rounds that had drafts
-WORTH_OF_GUESS = (
-    3  # rounds that are known, as which the first guess of that share counts: the first few say more than it
-)
+# As so many rounds the first guess of that share counts: the first few that are known say more than it.
+WORTH_OF_GUESS = 3
 KEPT_SHARE = 0.95  # of the best length's speed, with which another one is kept
 # After so many steps a token is drafted for those whose drafts are left out, where right ones would be worth it; and in the next,
 # while half of them are right. Where they are not, it is twice as many steps until the next time, up to the most.

@@ -112,7 +112,8 @@ def calibrated_checkpoint(
         # Only one process's turn is taken from `building`: the folder that it lends goes with whoever is killed.
         with building(name, lambda: on_progress(0, 1)):
             if not output.exists():
-                token_ids = [id for text in texts for id in load_tokenizer(source).encode(text)]
+                tokenizer = load_tokenizer(source)
+                token_ids = [id for text in texts for id in tokenizer.encode(text)]
                 windows = cut_windows(token_ids, NUM_WINDOWS, length, 0)
                 work = WorkFolder(output, force=False)
                 quantize_model(source, method, settings, windows, work, device=device, on_progress=on_progress)

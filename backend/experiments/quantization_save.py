@@ -113,8 +113,8 @@ def _save(
         return
     assert source.path is not None
     length = min(_ROUNDED_LENGTH, load_decoder_config(source.path).max_position_embeddings)
-    texts = calibration_texts(config.calibration)
-    token_ids = [id for text in texts for id in load_tokenizer(source).encode(text)]
+    tokenizer = load_tokenizer(source)
+    token_ids = [id for text in calibration_texts(config.calibration) for id in tokenizer.encode(text)]
     quantize_model(
         source,
         method,

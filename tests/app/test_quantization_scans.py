@@ -10,7 +10,7 @@ from streamlit.testing.v1 import AppTest
 
 from app import resources
 from app.components import quantization_scan_charts
-from app.components.quantization_scans import BY, VARIANT
+from app.components.quantization_scans import BY, VARIANT, find
 from app.services import Services, start_quantization_run
 from backend.experiments.quantization_config import REFERENCE, QuantizationLabConfig
 from backend.experiments.quantization_ranges import furthest, stored_ranges
@@ -112,6 +112,18 @@ def test_the_scan_that_there_is_shows_until_somebody_chooses_the_other_one(servi
     opened = page("quantization", view="Sensitivity", by="Kind of layer")
     assert opened.segmented_control(key=BY).value == "kind", "an address says what it shows"
     assert "Run #2 scanned it" in words(opened)
+
+
+@pytest.mark.parametrize("name", ["text", "calibration"])
+def test_a_scan_of_other_texts_is_not_the_runs(services: FakeServices, name: str) -> None:
+    add_quantization_run(services)
+    add_scan(services, "int8", "kind")
+    run, same = services.repository.get(1), services.repository.get(2)
+    assert run is not None
+    assert same is not None
+    services.repository.create(same.config | {name: "/other.txt"}, {}, kind="quantization")
+    (found,) = find(services, run, experiment="sensitivity", by="kind").values()
+    assert [scan.run_id for scan in found] == [2]
 
 
 def test_a_scan_by_another_version_is_one_by_kind(services: FakeServices) -> None:
