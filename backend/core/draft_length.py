@@ -10,6 +10,8 @@ any, and the cost of a round counts whole.
 
 A tree is cut to its first k levels: each costs a draft, and each of its nodes a verification.
 
+Where a round is a graph that computes as many tokens for everybody, all have the same length (`CommonLength`).
+
 A length that is about as good as the best one is kept: rates wander, and a device that repeats a round before its result is
 known has to wait whenever the length changes.
 
@@ -19,13 +21,15 @@ Times are not measured but taken from fixed costs, and rates are counted: so a r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from backend.analysis.speculation import constant_rate_length
+from backend.core.common_length import CommonLength
+from backend.core.draft_cost import MAX_CONTINUED, DraftCost
 from backend.request import Request
 
-FIRST_RATE = 0.6  # of a request of which nothing is known
+FIRST_RATE, FIRST_SHARE = 0.6, 1.0  # while nothing is known
 MEMORY = 0.93  # what a tested token leaves of the rate before it, and a round of the share of rounds that had drafts
+MEMORY_OF_ALL = 0.95  # the same of what all requests have in common, which is the first guess of a new one
 # As so many rounds the first guess of that share counts: the first few that are known say more than it.
 WORTH_OF_GUESS = 3
 KEPT_SHARE = 0.95  # of the best length's speed, with which another one is kept
@@ -33,57 +37,6 @@ KEPT_SHARE = 0.95  # of the best length's speed, with which another one is kept
 # while half of them are right. Where they are not, it is twice as many steps until the next time, up to the most.
 PROBE_STEPS, MOST_PROBE_STEPS = 32, 128
 _RESOLUTION = 100  # of rates and shares
-
-
-@dataclass(frozen=True, slots=True)
-class _Device:
-    """A step over n tokens takes 1 + slope (n - 1) times as long as one over a single token.
-
-    Attributes:
-        per_draft: of a drafted token besides, in plain steps: attention over more queries, the accept test.
-    """
-
-    slope: float
-    per_draft: float
-
-
-# A CPU computes what it verifies: six tokens take 2.1 times as long as one. A card waits for its weights, and doubles the time
-# of a step with some 200 tokens; of a model whose steps wait for launches with some 120.
-SMALL_ON_CUDA = "cuda, a small model"
-_DEVICES = {"cpu": _Device(0.22, 0.0), "cuda": _Device(0.005, 0.025), SMALL_ON_CUDA: _Device(0.0085, 0.01)}
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCost:
-    """What a drafted token costs, in plain steps: those that give each request of the same batch one token.
-
-    Attributes:
-        draft: of drafting it.
-        device: "cpu", "cuda" or `SMALL_ON_CUDA`.
-        round: of a round, however many tokens it drafts.
-        per_request: of each of its requests besides: what the host does for it while the device has nothing to do.
-        only_in_graphs: rounds that have no graph take many times as long as a plain step, which has one: those beside tokens of
-            prompts.
-    """
-
-    draft: float = 0.0
-    device: str = "cpu"
-    round: float = 0.0
-    per_request: float = 0.0
-    only_in_graphs: bool = False
-
-    def of_round(self, batch_size: int) -> float:
-        """Of a round of so many requests, beside what its tokens cost."""
-        return self.round + self.per_request * batch_size
-
-    def verify(self, batch_size: int) -> float:
-        """Of verifying a token more for each of so many requests."""
-        device = _DEVICES.get(self.device, _DEVICES["cpu"])
-        return device.per_draft + device.slope * batch_size / (1 + device.slope * (batch_size - 1))
-
-    def token(self, batch_size: int) -> float:
-        """Of both. It is the least acceptance rate with which a draft pays."""
-        return self.draft + self.verify(batch_size)
 
 
 class AdaptiveLength:
@@ -98,10 +51,12 @@ class AdaptiveLength:
         self._lengths = [
             [constant_rate_length(place / _RESOLUTION, k) for k in range(most + 1)] for place in range(_RESOLUTION + 1)
         ]
+        self._common = CommonLength(most, cost) if cost.found is not None and num_nodes is None else None
+        self._rate_of_all, self._share_of_all = FIRST_RATE, FIRST_SHARE
         self._known_speeds: dict[tuple[int, int, int], list[float]] = {}
         self._num_steps = 0
         self._wait = self._next_probe = PROBE_STEPS  # steps between two probes, and the one of the next
-        self._last_known: list[tuple[float | None, float | None, int | None]] = []  # of `_worth`, and what it gave
+        self._last_known: list[tuple[float, float, int | None]] = []  # of `_worth`, and what it gave
         self._last_worth: list[int] = []
         self._is_probe = False  # the last step with drafts; and of those for whom else there would have been none:
         self._num_probed = self._num_whole = 0  # who had one, and whose was accepted whole
@@ -153,40 +108,56 @@ class AdaptiveLength:
 
     def _worth(self, requests: Sequence[Request]) -> list[int]:
         """As many tokens for each as give most tokens per time, or none for anybody."""
-        known = [(it.draft_rate, it.draft_share, it.draft_length) for it in requests]
-        if known != self._last_known:  # of a step without drafts nothing is learnt
-            self._last_known, self._last_worth = known, self._limits_worth(requests)
-        return list(self._last_worth)
-
-    def _limits_worth(self, requests: Sequence[Request]) -> list[int]:
-        batch_size = len(requests)
-        is_free = not self._cost.of_round(batch_size)  # then a round without drafts is like a plain step
+        rate, share = self._rate_of_all, self._share_of_all
         known = [
-            (round(_rate_of(it) * _RESOLUTION), _RESOLUTION if is_free else round(_share_of(it) * _RESOLUTION))
+            (
+                rate if it.draft_rate is None else it.draft_rate,
+                share if it.draft_share is None else it.draft_share,
+                it.draft_length,
+            )
             for it in requests
         ]
+        if known != self._last_known:  # of a step without drafts nothing is learnt
+            self._last_known, self._last_worth = known, self._limits_worth(known)
+        return list(self._last_worth)
+
+    def _limits_worth(self, known: Sequence[tuple[float, float, int | None]]) -> list[int]:
+        """`known` of each request: its rate, its share and its last length."""
+        batch_size = len(known)
+        if self._common is not None and batch_size <= MAX_CONTINUED:
+            last = {length for _, _, length in known} - {None}
+            k = self._common.choose([each[:2] for each in known], last.pop() if len(last) == 1 else None, KEPT_SHARE)
+            return [k] * batch_size
+        is_free = not self._cost.of_round(batch_size)  # then a round without drafts is like a plain step
+        parts = [
+            (round(rate * _RESOLUTION), _RESOLUTION if is_free else round(share * _RESOLUTION))
+            for rate, share, _ in known
+        ]
         limits = [
-            _choose(self._speeds(batch_size, *each), request.draft_length)
-            for each, request in zip(known, requests, strict=True)
+            _choose(self._speeds(batch_size, *each), length) for each, (_, _, length) in zip(parts, known, strict=True)
         ]
         num_further = verified = 0.0  # tokens, of all requests
-        for (rate, share), k in zip(known, limits, strict=True):
+        for (rate, share), k in zip(parts, limits, strict=True):
             num_further += share / _RESOLUTION * (self._lengths[rate][k] - 1)
             verified += share / _RESOLUTION * self._num_nodes[k]
         drafting = self._cost.draft * max(limits)
         verifying = self._cost.verify(batch_size) * verified / batch_size
         time = 1 + self._cost.of_round(batch_size) + drafting + verifying
-        was_off = all(request.draft_length == 0 for request in requests)
+        was_off = all(length == 0 for _, _, length in known)
         if (1 + num_further / batch_size) * (KEPT_SHARE if was_off else 1.0) <= time:
             limits = [0] * batch_size
         return limits
 
     def may_pay(self, batch_size: int) -> bool:
         """Whether drafts of so many requests, once left out, would be taken up again if all were right."""
+        if self._common is not None and batch_size <= MAX_CONTINUED:
+            return KEPT_SHARE * max(self._common.speeds([(1.0, 1.0)] * batch_size).values()) > 1
         return KEPT_SHARE * max(self._speeds(batch_size, _RESOLUTION, _RESOLUTION)) > 1
 
     def pays_at_first(self) -> bool:
         """Whether a request that is alone is drafted for while nothing is known of it."""
+        if self._common is not None:
+            return self._common.choose([(FIRST_RATE, FIRST_SHARE)], None, KEPT_SHARE) > 0
         return _choose(self._speeds(1, round(FIRST_RATE * _RESOLUTION), _RESOLUTION), None) > 0
 
     def learn(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
@@ -196,11 +167,14 @@ class AdaptiveLength:
             self._num_whole += num_accepted == num_draft_tokens > 0
         request.num_draft_rounds += 1
         gain = max(1 - MEMORY, 1 / (request.num_draft_rounds + WORTH_OF_GUESS))
-        share = _share_of(request)
+        share = self._share_of_all if request.draft_share is None else request.draft_share
         request.draft_share = share + gain * ((num_draft_tokens > 0) - share)
+        self._share_of_all += (1 - MEMORY_OF_ALL) * ((num_draft_tokens > 0) - self._share_of_all)
         if num_draft_tokens:
-            rate = 1 - (1 - _rate_of(request)) * MEMORY**num_accepted
-            request.draft_rate = rate * MEMORY if num_accepted < num_draft_tokens else rate
+            is_whole = num_accepted == num_draft_tokens
+            rate = self._rate_of_all if request.draft_rate is None else request.draft_rate
+            request.draft_rate = _learnt(rate, num_accepted, is_whole, MEMORY)
+            self._rate_of_all = _learnt(self._rate_of_all, num_accepted, is_whole, MEMORY_OF_ALL)
 
     def _speeds(self, batch_size: int, rate: int, share: int) -> list[float]:
         """Of each length, in times plain decoding's; the rate and the share in parts of `_RESOLUTION`."""
@@ -223,9 +197,7 @@ def _choose(speeds: Sequence[float], kept: int | None) -> int:
     return kept
 
 
-def _share_of(request: Request) -> float:
-    return 1.0 if request.draft_share is None else request.draft_share
-
-
-def _rate_of(request: Request) -> float:
-    return FIRST_RATE if request.draft_rate is None else request.draft_rate
+def _learnt(rate: float, num_accepted: int, is_whole: bool, memory: float) -> float:
+    """After a draft of which so many tokens were accepted, and then one was not, unless it was whole."""
+    rate = 1 - (1 - rate) * memory**num_accepted
+    return rate if is_whole else rate * memory

@@ -8,7 +8,8 @@ from functools import partial
 from backend.config import EngineConfig
 from backend.core.admission import ContinuousBatching, StaticBatching
 from backend.core.block_hash import BlockHash
-from backend.core.draft_length import AdaptiveLength, DraftCost
+from backend.core.draft_cost import DraftCost
+from backend.core.draft_length import AdaptiveLength
 from backend.core.kv_cache_manager import KVCacheManager
 from backend.core.kv_groups import KVGroupSpec
 from backend.core.kv_layouts import ContiguousKVCacheManager

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from backend.config import EngineConfig
-from backend.core.draft_length import MOST_PROBE_STEPS, PROBE_STEPS, AdaptiveLength, DraftCost
+from backend.core.draft_cost import DraftCost
+from backend.core.draft_length import MOST_PROBE_STEPS, PROBE_STEPS, AdaptiveLength
 from backend.errors import ConfigError
 
 SYNTHETIC = "synthetic"  # of `speculative.method`
@@ -121,7 +122,9 @@ def _where_it_loses(resolved: EngineConfig, cost: DraftCost) -> str:
     begins = "" if length.pays_at_first() else " It begins switched off."
     each = f"a drafted token costs about {alone:.2f} plain steps with one request{with_all}"
     if cost.of_round(1):
-        each = f"a round {cost.of_round(1):.2f} plain steps more than such a step, and {each}"
+        least = cost.of_round(1) if cost.found is None else cost.found
+        in_vain = f" ({cost.of_round(1):.2f} where nothing is found)" if least < cost.of_round(1) else ""
+        each = f"a round {least:.2f} plain steps more than such a step{in_vain}, and {each}"
     if not length.may_pay(1):
         pays = f"{each}: drafts never pay, not even those that are all accepted."
     elif most and not length.may_pay(most):

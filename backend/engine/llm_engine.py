@@ -15,7 +15,7 @@ from collections import deque
 from backend.config import EngineConfig
 from backend.core.block_events import BlockEvent
 from backend.core.block_hash import BlockHash
-from backend.core.draft_length import DraftCost
+from backend.core.draft_cost import DraftCost
 from backend.core.kv_cache_manager import KVGroupSpec
 from backend.core.kv_layouts import length_limit
 from backend.core.scheduler_factory import make_scheduler

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from backend.attention.metadata import LayerCache
-from backend.core.draft_length import SMALL_ON_CUDA, DraftCost
+from backend.core.draft_cost import SMALL_ON_CUDA, DraftCost
 from backend.core.kv_format import KV_FORMATS
 from backend.core.kv_groups import KVGroupSpec
 from backend.core.speculation import HEAD_METHODS, LOOK_UP_METHODS
@@ -19,14 +19,15 @@ from backend.spec_decode.first_layers import first_layers
 from backend.worker.model_runner import ModelRunner
 from backend.worker.out_of_memory import is_out_of_memory
 
-# Of a round in CUDA graphs, in plain steps. On an H200 with SmolLM2-135M, whose steps take less than half a millisecond, the
-# device waits for the host, which hands out the tokens of a plain step while the next one runs: hardly where a head drafts behind
-# what was accepted, now and then where a text has nothing to look up, and always where the host drafts. Of each request of such a
-# round, with 16 of them on an H200: two thirds of it the host, the rest what verifying takes beyond its tokens.
+# Of a round in CUDA graphs for which the device waits, in plain steps, and of each of its requests besides. On an H200 with
+# SmolLM2-135M, whose steps take less than half a millisecond, it waits for the host, which hands out the tokens of a plain step
+# while the next one runs: where nothing is found in a text, and where the host drafts.
 SMALL_ROUND_COSTS = {"head": 0.05, "text": 0.6, "host": 1.1}
 SMALL_REQUEST_COST = 0.06
+# Of rounds that a head or a look-up on the device has found drafts for, measured there with 1 to 32 requests.
+SMALL_FOUND_COSTS = {"head": 0.25, "text": 0.35, "host": None}
 SMALL_DRAFT_SHARE = 0.6  # of what a head's share of the parameters would take, there
-LARGE_ROUND_COST = 0.1  # the same, of steps that take long enough not to wait for their launches
+LARGE_ROUND_COST = 0.1  # of steps that take long enough not to wait for their launches
 
 
 class DraftModelRunner(ModelRunner):
@@ -82,12 +83,19 @@ class DraftModelRunner(ModelRunner):
         assert self._decoder is not None
         if self._config.kernels.enforce_eager:  # a plain step has no graph either
             return DraftCost(self.draft_cost, self._device.type)
-        if not self._decoder.launch_bound:
-            return DraftCost(self.draft_cost, self._device.type, LARGE_ROUND_COST)
         method = self._config.speculative.method
         drafter = "head" if method in HEAD_METHODS else "text" if method in LOOK_UP_METHODS else "host"
-        draft_cost = self.draft_cost * (SMALL_DRAFT_SHARE if drafter == "head" else 1.0)
-        return DraftCost(draft_cost, SMALL_ON_CUDA, SMALL_ROUND_COSTS[drafter], SMALL_REQUEST_COST, only_in_graphs=True)
+        if not self._decoder.launch_bound:
+            found = None if drafter == "host" else LARGE_ROUND_COST
+            return DraftCost(self.draft_cost, self._device.type, LARGE_ROUND_COST, found=found)
+        return DraftCost(
+            self.draft_cost * (SMALL_DRAFT_SHARE if drafter == "head" else 1.0),
+            SMALL_ON_CUDA,
+            SMALL_ROUND_COSTS[drafter],
+            SMALL_REQUEST_COST,
+            SMALL_FOUND_COSTS[drafter],
+            only_in_graphs=True,
+        )
 
     @property
     def draft_cost(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from backend.core.draft_length import DraftCost
+from backend.core.draft_cost import DraftCost
 from backend.spec_decode.lookahead import LookaheadProposer, WindowLayout
 from backend.worker.input_batch import StepInput
 from backend.worker.lookahead_batch import LookaheadInputBatch

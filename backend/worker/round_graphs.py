@@ -22,7 +22,7 @@ from torch import Tensor
 
 from backend.attention.backend import AttentionBackend
 from backend.attention.metadata import AttentionMetadata, LayerCache
-from backend.core.speculative_scheduler import MAX_CONTINUED
+from backend.core.draft_cost import MAX_CONTINUED, graph_lengths
 from backend.spec_decode.proposer import ChainProposer, DraftChain, HeadProposer, TargetStep
 from backend.worker.decode_graphs import capture_graph
 from backend.worker.decoders import StepDecoder
@@ -47,7 +47,7 @@ def round_rows(max_num_reqs: int, num_speculative_tokens: int) -> int:
 
 def num_round_graphs(num_speculative_tokens: int) -> int:
     """Sizes and lengths of which there are graphs, at most."""
-    return len(SIZES) * len(_draft_lengths(num_speculative_tokens))
+    return len(SIZES) * len(graph_lengths(num_speculative_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class RoundGraphs:
         largest = min(max_num_reqs, SIZES[-1])
         self._sizes = [*(size for size in SIZES if size < largest), largest]
         self.longest = num_speculative_tokens
-        self._lengths = _draft_lengths(num_speculative_tokens)
+        self._lengths = graph_lengths(num_speculative_tokens)
         self._graphs: dict[tuple[int, int], _Graphs] = {}
         self._round: _Graphs | None = None
         # Graphs never run at the same time: they share what they read.
@@ -305,11 +305,3 @@ class RoundGraphs:
         lengths = rows.num_computed
         following = ops.settle_round(ids, rows.rows, placed.starts, placed.sources, last_token_ids, lengths)
         return _Left(packed, states, *following, placed)
-
-
-def _draft_lengths(longest: int) -> list[int]:
-    """For which there are graphs, ascending: each half as long as the next, so that few passes are wasted."""
-    lengths = [longest]
-    while lengths[0] > 1:
-        lengths.insert(0, lengths[0] // 2)
-    return lengths

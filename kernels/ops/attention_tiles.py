@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,12 @@ import triton
 
 MAX_SPLITS = 16
 MIN_KEYS = 512  # of a share: of many rows, shorter ones take as long to add up as to attend to
+SHORT_MIN_KEYS = 128  # of the few rows of a draft
 FEW_TOKENS = 8  # of a request: a draft and what it stands behind
+FEW_REQS = 4
 TREE_TOKENS = 32
+# Of short tiles, programs per multiprocessor: each waits for its loads, and so many hide each other's.
+PROGRAMS_PER_SM = 4
 
 
 class TileSizes(NamedTuple):
@@ -33,16 +38,19 @@ def tile_sizes(num_tokens: int, num_reqs: int, group: int, head_dim: int, elemen
     block_m = max(16, triton.next_power_of_2(group))
     block_n, num_warps, num_stages = (64, 4, 3) if row_bytes <= 256 else (32, 4, 2)
     min_keys = MIN_KEYS
-    if num_tokens > 4 * num_reqs:
-        # Of what was tried on an H100 or H200 in bfloat16, the fastest at head_dim 64 and 128.
-        is_short = num_tokens <= FEW_TOKENS * num_reqs
-        if is_short and row_bytes <= 256:
-            # It waits for the latency of a share, as a decode does.
-            block_m = max(block_m, 16 if row_bytes <= 128 else 32)
-            num_stages, min_keys = 2, 64
-        elif row_bytes <= 128:
-            block_n = 64 if num_tokens <= TREE_TOKENS * num_reqs else 128
-            block_m, num_stages = max(block_m, 64), 2
+    # Of what was tried on an H100 or H200 in bfloat16, the fastest at head_dim 64 and 128.
+    if num_reqs < num_tokens <= FEW_TOKENS * num_reqs and row_bytes <= 256:
+        # It waits for the latency of a share, as a decode does.
+        block_n, num_stages, min_keys = 128 if row_bytes <= 128 else 64, 2, SHORT_MIN_KEYS
+        if row_bytes == 256 and num_reqs > FEW_REQS:
+            block_m = max(block_m, 32)  # so that a draft's rows share the keys they read
+    elif num_reqs < num_tokens <= TREE_TOKENS * num_reqs and row_bytes <= 128:
+        block_n, num_stages, min_keys = 128, 2, SHORT_MIN_KEYS
+        if num_reqs > FEW_REQS:
+            block_m = max(block_m, 64)
+    elif num_tokens > 4 * num_reqs:
+        if row_bytes <= 128:
+            block_m, block_n, num_stages = max(block_m, 64), 128, 2
         elif row_bytes == 256:
             # Prompts short and long.
             block_m = max(block_m, 128)
@@ -53,7 +61,7 @@ def tile_sizes(num_tokens: int, num_reqs: int, group: int, head_dim: int, elemen
 
 
 def choose_num_splits(num_programs: int, max_seq_len: int, min_keys: int, device: torch.device) -> int:
-    """Into how many shares the keys of a tile are cut, so that a short chunk behind a long context fills the device.
+    """Into how many shares the keys of a tile are cut, so that a few rows behind a long context fill the device.
 
     Args:
         num_programs: tiles times KV heads.
@@ -61,5 +69,9 @@ def choose_num_splits(num_programs: int, max_seq_len: int, min_keys: int, device
         min_keys: of a share.
     """
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
-    splits = min(num_sms // num_programs, max_seq_len // min_keys, MAX_SPLITS)
-    return 1 << max(0, splits.bit_length() - 1)
+    is_short = min_keys < MIN_KEYS
+    splits = PROGRAMS_PER_SM * num_sms / num_programs if is_short else num_sms // num_programs
+    splits = min(splits, max_seq_len // min_keys, MAX_SPLITS)
+    if splits <= 1:
+        return 1
+    return 1 << (round(math.log2(splits)) if is_short else int(math.log2(splits)))

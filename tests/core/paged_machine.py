@@ -14,7 +14,7 @@ from typing import Any
 
 from backend.config import EngineConfig
 from backend.core.block_hash import prefix_key
-from backend.core.draft_length import DraftCost
+from backend.core.draft_cost import DraftCost
 from backend.core.kv_cache_manager import KVGroupSpec
 from backend.core.kv_layouts import resolve_layout
 from backend.core.output import ModelRunnerOutput, RequestOutput, SchedulerOutput

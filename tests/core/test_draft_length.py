@@ -7,15 +7,14 @@ from itertools import accumulate
 
 import pytest
 
+from backend.core.draft_cost import SMALL_ON_CUDA, DraftCost
 from backend.core.draft_length import (
     FIRST_RATE,
     KEPT_SHARE,
     MEMORY,
     MOST_PROBE_STEPS,
     PROBE_STEPS,
-    SMALL_ON_CUDA,
     AdaptiveLength,
-    DraftCost,
 )
 from backend.request import Request
 from backend.sampling_params import SamplingParams
@@ -45,7 +44,7 @@ def verify_cost(batch_size: int, slope: float, per_draft: float = 0.0) -> float:
     return (step(2 * batch_size) - step(batch_size)) / step(batch_size) + per_draft
 
 
-COSTS = {"cpu": (0.22, 0.0), "cuda": (0.005, 0.025), SMALL_ON_CUDA: (0.0085, 0.01)}
+COSTS = {"cpu": (0.22, 0.0), "cuda": (0.005, 0.025), SMALL_ON_CUDA: (0.0065, 0.01)}
 
 
 @pytest.mark.parametrize(("device", "slope", "per_draft"), [(device, *cost) for device, cost in COSTS.items()])

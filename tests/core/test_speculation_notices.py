@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from backend.config import EngineConfig
-from backend.core.draft_length import MOST_PROBE_STEPS, PROBE_STEPS, DraftCost
+from backend.core.draft_cost import DraftCost
+from backend.core.draft_length import MOST_PROBE_STEPS, PROBE_STEPS
 from backend.core.speculation import resolve_speculation
 
 

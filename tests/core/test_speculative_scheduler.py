@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from backend.core.draft_length import DraftCost
+from backend.core.draft_cost import DraftCost
 from backend.core.output import ModelRunnerOutput
 from tests.core.paged_machine import Lab, generate
 from tests.core.speculative_machine import SpeculativeLab

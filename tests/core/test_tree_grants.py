@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from backend.core.draft_length import AdaptiveLength, DraftCost
+from backend.core.draft_cost import DraftCost
+from backend.core.draft_length import AdaptiveLength
 from backend.core.speculative_scheduler import MAX_TREE_REQS
 from backend.spec_decode.draft_tree import DEFAULT_TREES
 from tests.core.paged_machine import generate

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from backend.config import EngineConfig
-from backend.core.draft_length import DraftCost
+from backend.core.draft_cost import DraftCost
 from backend.core.kv_cache_manager import KVGroupSpec
 from backend.core.output import FinishedOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from backend.engine.engine_host import EngineHost
