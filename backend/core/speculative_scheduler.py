@@ -147,7 +147,7 @@ class SpeculativeScheduler(Scheduler):
             return False
         if self.waiting or len(running) > MAX_CONTINUED or len(counts) != len(running):
             return False
-        num_missing, is_drafted, goes_on = 0, False, False
+        num_missing, is_drafted = 0, False
         for request in running:
             count, params = counts.get(request.request_id, 0), request.sampling_params
             drafted = self._drafted.get(request.request_id)
@@ -159,16 +159,12 @@ class SpeculativeScheduler(Scheduler):
             is_drafted |= drafted > 0
             if request.num_output_tokens < params.min_tokens:
                 return False
-            # Of one that may end in the round under way, what comes behind its end is lost; but not in a tree, whose nodes
-            # may stand there and be part of what comes before. In the context there is room for two rounds and a draft.
             num_tokens = self._num_tokens_at_most(request, count)
-            may_end = num_tokens + count >= request.max_num_tokens
-            if (may_end and self._num_nodes is not None) or num_tokens + 2 * count + self._num_ahead >= self.max_model_len:
+            if num_tokens + count >= request.max_num_tokens:
                 return False
-            goes_on |= not may_end
             num_slots = self._num_slots_at_most(request, count)
             num_missing += max(0, -(-(num_slots - request.num_slots) // manager.block_size))
-        if not is_drafted or not goes_on:  # where look-ups find nothing, plain steps are quicker
+        if not is_drafted:  # where look-ups find nothing, plain steps are quicker
             return False
         if sum(counts.values()) + len(counts) > self.max_num_batched_tokens:
             return False

@@ -9,6 +9,8 @@ import torch
 import triton
 
 MAX_SPLITS = 16
+MAX_SHORT_SPLITS = 8  # of short tiles, but for contexts of more than LONG_CONTEXT tokens: more take longer to add up
+LONG_CONTEXT = 8192
 MIN_KEYS = 512  # of a share: of many rows, shorter ones take as long to add up as to attend to
 SHORT_MIN_KEYS = 128  # of the few rows of a draft
 FEW_TOKENS = 8  # of a request: a draft and what it stands behind
@@ -71,7 +73,8 @@ def choose_num_splits(num_programs: int, max_seq_len: int, min_keys: int, device
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
     is_short = min_keys < MIN_KEYS
     splits = PROGRAMS_PER_SM * num_sms / num_programs if is_short else num_sms // num_programs
-    splits = min(splits, max_seq_len // min_keys, MAX_SPLITS)
+    most = MAX_SHORT_SPLITS if is_short and max_seq_len <= LONG_CONTEXT else MAX_SPLITS
+    splits = min(splits, max_seq_len // min_keys, most)
     if splits <= 1:
         return 1
     return 1 << (round(math.log2(splits)) if is_short else int(math.log2(splits)))

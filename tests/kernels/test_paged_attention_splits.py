@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from kernels.ops import arrivals
-from kernels.ops.attention_tiles import MAX_SPLITS, MIN_KEYS, SHORT_MIN_KEYS, choose_num_splits, tile_sizes
+from kernels.ops.attention_tiles import (
+    LONG_CONTEXT,
+    MAX_SHORT_SPLITS,
+    MAX_SPLITS,
+    MIN_KEYS,
+    SHORT_MIN_KEYS,
+    choose_num_splits,
+    tile_sizes,
+)
 from kernels.ops.paged_attention import paged_attention
 from kernels.reference.paged_attention import paged_attention as reference
 from kernels.registry import REGISTRY
@@ -68,7 +76,13 @@ def test_only_a_device_that_is_not_full_is_split_over() -> None:
 def test_drafts_of_many_requests_are_split_as_well() -> None:
     """Their tiles are short: a multiprocessor takes several."""
     cpu = torch.device("cpu")
-    assert [choose_num_splits(count, 100_000, SHORT_MIN_KEYS, cpu) for count in (1, 16, 24, 64)] == [MAX_SPLITS, 4, 2, 1]
+    assert [choose_num_splits(count, 100_000, SHORT_MIN_KEYS, cpu) for count in (1, 16, 24, 64)] == [
+        MAX_SPLITS,
+        4,
+        2,
+        1,
+    ]
+    assert choose_num_splits(1, LONG_CONTEXT, SHORT_MIN_KEYS, cpu) == MAX_SHORT_SPLITS
     assert choose_num_splits(1, 500, SHORT_MIN_KEYS, cpu) == 4
     for num_reqs, query_len in ((1, 2), (16, 3), (16, 6), (32, 8), (8, 26)):
         assert tile_sizes(num_reqs * query_len, num_reqs, 3, 64, 2).min_keys == SHORT_MIN_KEYS
