@@ -24,6 +24,8 @@ class MedusaProposer(StepReader):
         states: float [num_rows, hidden], for the batch's persistent rows: what the heads read.
     """
 
+    needs_last_only = True
+
     def __init__(
         self,
         heads: MedusaHeads,

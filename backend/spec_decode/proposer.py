@@ -127,7 +127,13 @@ class ChainProposer(Proposer, Protocol):
 
 
 class HeadProposer(ChainProposer, Protocol):
-    """A proposer that reads the target's hidden states."""
+    """A proposer that reads the target's hidden states.
+
+    `needs_last_only`: what it reads of a step is all that counts, not what it read before of the same requests.
+    """
+
+    @property
+    def needs_last_only(self) -> bool: ...
 
     def observe(self, step: TargetStep) -> None:
         """A step of the target has run. Asked for every one, before the next draft."""

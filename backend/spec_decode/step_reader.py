@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 class StepReader:
     """Learns of tokens from the steps that run them, and knows of which requests none has run since they came."""
 
+    needs_last_only = False  # see `HeadProposer`
+
     def __init__(self) -> None:
         self._unseen: set[str] = set()
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backend.core.output import SchedulerOutput
+from backend.core.output import PendingOutput, SchedulerOutput
 from backend.errors import CapacityError
 from backend.models.loader import LoadedModel
 from backend.models.model_config import DecoderConfig
@@ -54,6 +54,7 @@ class HeadModelRunner(SpeculativeModelRunner):
         self._vocabulary: DraftVocabulary | None = None
         self._proposer: HeadProposer | None = None
         self._last_pass: GraphPass | None = None  # of the target's last step, if that was launched op by op
+        self._unread: GraphPass | None = None  # of that, if it was repeated and no draft has needed it yet
         self._kept: Tensor | None = None  # what the graphs keep of a pass, [max_num_tokens, hidden]
         self._observe_graphs: ObserveGraphs | None = None
 
@@ -215,13 +216,28 @@ class HeadModelRunner(SpeculativeModelRunner):
 
     def _repeat(self, batch: InputBatch, scheduled: SchedulerOutput) -> tuple[list[str], Tensor] | None:
         repeated = super()._repeat(batch, scheduled)
-        if repeated is not None:
-            assert self._observe_graphs is not None
-            assert self._proposer is not None
-            # A token of each request again, behind which comes what was sampled: what the head was told still holds.
-            self._observe_graphs.replay(self._left)
-            self._proposer.observed()
+        if repeated is None:
+            self._catch_up()
+            return None
+        assert self._proposer is not None
+        # A token of each request again, behind which comes what was sampled: what the head was told still holds.
+        self._unread = self._left
+        if not self._proposer.needs_last_only:
+            self._catch_up()
+        self._proposer.observed()
         return repeated
+
+    def _run(self, batch: InputBatch, scheduled: SchedulerOutput) -> PendingOutput:
+        if scheduled.num_draft_tokens:
+            self._catch_up()
+        return super()._run(batch, scheduled)
+
+    def _catch_up(self) -> None:
+        """Let the head read the last of repeated steps, before a draft needs it or another step takes its place."""
+        if self._unread is not None:
+            assert self._observe_graphs is not None
+            self._observe_graphs.replay(self._unread)
+            self._unread = None
 
     def _carry_out(self, step: StepInput) -> tuple[list[str], Tensor]:
         carried_out = super()._carry_out(step)

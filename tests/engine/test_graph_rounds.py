@@ -87,7 +87,10 @@ def test_heads_in_graphs(
             assert sum(answer.last.num_preemptions or 0 for answer in collected.values()) > 0
     assert replays["decode_graphs" if name in (PLAIN_STEPS, ADAPTIVE) else "round_graphs"] > 20
     assert name != ADAPTIVE or replays["round_graphs"]
-    assert replays["observe_graphs"] >= replays["decode_graphs"] + replays["mixed_graphs"] > 0
+    if kind == "eagle":
+        assert replays["observe_graphs"] >= replays["decode_graphs"] + replays["mixed_graphs"] > 0
+    elif name in (PLAIN_STEPS, ADAPTIVE):  # of steps that are repeated, Medusa heads need the last one before a draft
+        assert replays["decode_graphs"] / 2 > replays["observe_graphs"] > replays["mixed_graphs"] > 0
 
 
 @pytest.mark.parametrize(("kind", "block_size"), [("eagle", 1), ("eagle", 16), ("medusa", 4)])
