@@ -156,7 +156,8 @@ def draw_token(
     return token_id, threshold, last_equal_id, total
 
 
-@triton.jit
+# A step's parameters lie end to end in one buffer: where each begins is not to make another kernel of it.
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "draws_ptr"])
 def _sample_tokens_kernel(
     token_ids_ptr,
     finite_ptr,

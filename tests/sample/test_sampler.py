@@ -203,3 +203,18 @@ def test_on_a_gpu_nothing_waits_and_the_tokens_are_the_cpus() -> None:
     assert (output.token_ids.cpu() != expected.token_ids).sum() <= 1
     assert output.finite.all()
     assert torch.equal(inputs.cpu(), logits)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_one_kernel_serves_every_number_of_rows() -> None:
+    """Where the parameters begin in the one buffer that is copied depends on that number; compiling takes a second."""
+    from kernels.ops.sample_tokens import _sample_tokens_kernel  # needs triton
+
+    sampler, logits = Sampler(triton_ops()), torch.randn(9, 49_152).cuda()
+    compiled = _sample_tokens_kernel.device_caches[torch.cuda.current_device()][0]
+    num_compiled = []
+    for num_rows in range(1, 10):
+        params = [SamplingParams(temperature=0.8, seed=row) for row in range(num_rows)]
+        sampler(logits[:num_rows].clone(), SamplingMetadata(params, [0] * num_rows, [()] * num_rows))
+        num_compiled.append(len(compiled))
+    assert len(set(num_compiled)) == 1
