@@ -93,6 +93,11 @@ class Request:
         return sampled, None
 
     @property
+    def awaits_last_token(self) -> bool:
+        """Of a request that decodes: the last token that it may have is on its way."""
+        return self.num_computed_tokens + 1 >= self.max_num_tokens
+
+    @property
     def num_forked_tokens(self) -> int:
         """Tokens whose KV it can have of another sample. The last one has to run for the next one to be sampled."""
         return min(self.num_prompt_tokens, len(self.token_ids) - 1)

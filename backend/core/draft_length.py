@@ -29,7 +29,9 @@ from backend.request import Request
 
 FIRST_RATE, FIRST_SHARE = 0.6, 1.0  # while nothing is known
 MEMORY = 0.93  # what a tested token leaves of the rate before it, and a round of the share of rounds that had drafts
-MEMORY_OF_ALL = 0.95  # the same of what all requests have in common, which is the first guess of a new one
+MEMORY_OF_ALL = 0.98  # the same of what all requests have in common, which is the first guess of a new one
+# What is left out is hardly ever seen: so the guess is above that, or a few bad drafts would turn off what pays.
+OPTIMISM = 0.1
 # As so many rounds the first guess of that share counts: the first few that are known say more than it.
 WORTH_OF_GUESS = 3
 KEPT_SHARE = 0.95  # of the best length's speed, with which another one is kept
@@ -52,7 +54,7 @@ class AdaptiveLength:
             [constant_rate_length(place / _RESOLUTION, k) for k in range(most + 1)] for place in range(_RESOLUTION + 1)
         ]
         self._common = CommonLength(most, cost) if cost.found is not None and num_nodes is None else None
-        self._rate_of_all, self._share_of_all = FIRST_RATE, FIRST_SHARE
+        self._rate_of_all, self._share_of_all = FIRST_RATE - OPTIMISM, FIRST_SHARE - OPTIMISM
         self._known_speeds: dict[tuple[int, int, int], list[float]] = {}
         self._num_steps = 0
         self._wait = self._next_probe = PROBE_STEPS  # steps between two probes, and the one of the next
@@ -108,7 +110,7 @@ class AdaptiveLength:
 
     def _worth(self, requests: Sequence[Request]) -> list[int]:
         """As many tokens for each as give most tokens per time, or none for anybody."""
-        rate, share = self._rate_of_all, self._share_of_all
+        rate, share = self._first_guess()
         known = [
             (
                 rate if it.draft_rate is None else it.draft_rate,
@@ -167,14 +169,19 @@ class AdaptiveLength:
             self._num_whole += num_accepted == num_draft_tokens > 0
         request.num_draft_rounds += 1
         gain = max(1 - MEMORY, 1 / (request.num_draft_rounds + WORTH_OF_GUESS))
-        share = self._share_of_all if request.draft_share is None else request.draft_share
+        first_rate, first_share = self._first_guess()
+        share = first_share if request.draft_share is None else request.draft_share
         request.draft_share = share + gain * ((num_draft_tokens > 0) - share)
         self._share_of_all += (1 - MEMORY_OF_ALL) * ((num_draft_tokens > 0) - self._share_of_all)
         if num_draft_tokens:
             is_whole = num_accepted == num_draft_tokens
-            rate = self._rate_of_all if request.draft_rate is None else request.draft_rate
+            rate = first_rate if request.draft_rate is None else request.draft_rate
             request.draft_rate = _learnt(rate, num_accepted, is_whole, MEMORY)
             self._rate_of_all = _learnt(self._rate_of_all, num_accepted, is_whole, MEMORY_OF_ALL)
+
+    def _first_guess(self) -> tuple[float, float]:
+        """Rate and share of a request of which nothing is known."""
+        return min(self._rate_of_all + OPTIMISM, 1.0), min(self._share_of_all + OPTIMISM, 1.0)
 
     def _speeds(self, batch_size: int, rate: int, share: int) -> list[float]:
         """Of each length, in times plain decoding's; the rate and the share in parts of `_RESOLUTION`."""

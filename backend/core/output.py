@@ -6,7 +6,7 @@ a frozen one takes several times as long.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -93,6 +93,21 @@ class DraftRounds:
     num_nodes: list[int] | None = None  # that were drafted, where drafts are trees; None: they are chains
     # Gives the two times, which then are not above: to read a device's clock takes longer than the next round should wait for.
     clock: Callable[[], tuple[float, float]] | None = None
+
+    def cut(self, row: int, most: int) -> None:
+        """No more drafts of a row than so many, 1 at least: those behind them had no place in their request."""
+        self.num_draft_tokens[row] = min(self.num_draft_tokens[row], most)
+        if self.num_accepted[row] > most:
+            self.num_accepted[row], self.token_ids[row] = most, int(self.draft_token_ids[row, most])
+
+    def leave_out(self, rows: Collection[int]) -> None:
+        """As if these had had no drafts."""
+        kept = [row for row in range(len(self.request_ids)) if row not in rows]
+        self.request_ids = [self.request_ids[row] for row in kept]
+        self.num_draft_tokens = [self.num_draft_tokens[row] for row in kept]
+        self.num_accepted = [self.num_accepted[row] for row in kept]
+        self.token_ids = [self.token_ids[row] for row in kept]
+        self.draft_token_ids, self.probs = self.draft_token_ids[kept], self.probs[:, kept]
 
     def read_clock(self) -> None:
         if self.clock is not None:

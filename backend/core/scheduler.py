@@ -230,7 +230,7 @@ class Scheduler:
             computed = request.num_computed_tokens
             if len(request.token_ids) + request.num_placeholder_tokens - computed > 1:
                 prompts.append(request)
-            elif computed + 1 < request.max_num_tokens:  # else its last possible token is on its way
+            elif not request.awaits_last_token:
                 decodes.append(request)
         return decodes, prompts
 

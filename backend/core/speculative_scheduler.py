@@ -21,7 +21,7 @@ from typing import Any
 
 from backend.core.draft_cost import MAX_CONTINUED
 from backend.core.draft_length import AdaptiveLength
-from backend.core.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, TokenOrigin
+from backend.core.output import DraftRounds, ModelRunnerOutput, RequestOutput, SchedulerOutput, TokenOrigin
 from backend.core.scheduler import Scheduler
 from backend.core.step_plan import StepPlan
 from backend.request import FinishReason, Request
@@ -99,6 +99,8 @@ class SpeculativeScheduler(Scheduler):
         if step != scheduled.step:
             raise RuntimeError(f"the result of step {scheduled.step} came before that of step {step}")
         sampled, rounds = output.sampled_token_ids, output.rounds
+        if rounds is not None and scheduled.continues:
+            _cut_to_ends(rounds, requests)
         verified = (
             dict(zip(rounds.request_ids, zip(rounds.num_draft_tokens, rounds.num_accepted, strict=True), strict=True))
             if rounds
@@ -147,7 +149,7 @@ class SpeculativeScheduler(Scheduler):
             return False
         if self.waiting or len(running) > MAX_CONTINUED or len(counts) != len(running):
             return False
-        num_missing, is_drafted = 0, False
+        num_missing, is_drafted, goes_on = 0, False, False
         for request in running:
             count, params = counts.get(request.request_id, 0), request.sampling_params
             drafted = self._drafted.get(request.request_id)
@@ -157,14 +159,18 @@ class SpeculativeScheduler(Scheduler):
             if drafted != count and not self._looks_up:
                 return False
             is_drafted |= drafted > 0
-            if request.num_output_tokens < params.min_tokens:
+            if request.num_output_tokens < params.min_tokens or request.awaits_last_token:
                 return False
-            num_tokens = self._num_tokens_at_most(request, count)
-            if num_tokens + count >= request.max_num_tokens:
+            # What comes behind the end of one that ends in the round under way is lost; but not in a tree, whose nodes may stand
+            # there and be part of what comes before.
+            num_slots = self._num_tokens_at_most(request, count) + count
+            may_end = num_slots >= request.max_num_tokens
+            if num_slots >= self.max_model_len or (may_end and self._num_nodes is not None):
                 return False
+            goes_on |= not may_end
             num_slots = self._num_slots_at_most(request, count)
             num_missing += max(0, -(-(num_slots - request.num_slots) // manager.block_size))
-        if not is_drafted:  # where look-ups find nothing, plain steps are quicker
+        if not is_drafted or not goes_on:  # where look-ups find nothing, plain steps are quicker
             return False
         if sum(counts.values()) + len(counts) > self.max_num_batched_tokens:
             return False
@@ -295,6 +301,19 @@ def _decodes(request: Request) -> bool:
         request.num_placeholder_tokens == 0
         and request.num_computed_tokens == num_tokens - 1 >= request.num_prompt_tokens
     )
+
+
+def _cut_to_ends(rounds: DraftRounds, requests: Sequence[Request]) -> None:
+    """Leave out the drafts for which requests had no room left when the round before was known: this one had begun by then."""
+    room = {it.request_id: it.max_num_tokens - len(it.token_ids) - 1 for it in requests}
+    ended = set()
+    for row, request_id in enumerate(rounds.request_ids):
+        if room[request_id] <= 0:
+            ended.add(row)
+        elif rounds.num_draft_tokens[row] > room[request_id]:
+            rounds.cut(row, room[request_id])
+    if ended:
+        rounds.leave_out(ended)
 
 
 def _origins(num_draft_tokens: int, num_accepted: int) -> list[TokenOrigin]:

@@ -218,6 +218,8 @@ class LLMEngine:
         if recorder is not None and output.rounds is not None:
             rounds = output.rounds, recorder.positions(output.rounds)
         outputs = self.scheduler.update_from_output(step.scheduled, output)
+        if rounds is not None and not rounds[0].request_ids:  # all of them were cut
+            rounds = None
         submission = 0.0
         if go_on and self.scheduler.has_unfinished_requests():
             begin = time.perf_counter()

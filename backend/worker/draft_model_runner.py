@@ -25,7 +25,7 @@ from backend.worker.out_of_memory import is_out_of_memory
 SMALL_ROUND_COSTS = {"head": 0.05, "text": 0.6, "host": 1.1}
 SMALL_REQUEST_COST = 0.06
 # Of rounds that a head or a look-up on the device has found drafts for, measured there with 1 to 32 requests.
-SMALL_FOUND_COSTS = {"head": 0.25, "text": 0.35, "host": None}
+SMALL_FOUND_COSTS = {"head": 0.2, "text": 0.35, "host": None}
 SMALL_DRAFT_SHARE = 0.6  # of what a head's share of the parameters would take, there
 LARGE_ROUND_COST = 0.1  # of steps that take long enough not to wait for their launches
 

@@ -150,8 +150,8 @@ class SpeculativeInputBatch(InputBatch):
 
     def _make_round_tables(self, rows: np.ndarray, request_ids: list[str], longest: int) -> RoundTables:
         num_blocks = np.array([self._states[request_id].num_blocks for request_id in request_ids], dtype=np.int64)
-        # As far as the drafts behind a round reach, which has a slot for each of its own.
-        num_columns = int(num_blocks.max()) + -(-(longest + 1) // self._block_size)
+        # As far as a round and two drafts reach behind a request's end, if that lies in a round whose result is not known.
+        num_columns = int(num_blocks.max()) + -(-(3 * longest + 1) // self._block_size)
         entries = self._entries(rows, slice(num_columns))
         return RoundTables(entries * (np.arange(entries.shape[2]) < num_blocks[:, None]), num_blocks * self._block_size)
 

@@ -51,6 +51,12 @@ class SpeculativeMachine(PagedMachine):
             self.rounds += zip(ids, counts, accepted, strict=True)
         return output
 
+    def _slot(self, state: _Known, group: int, position: int) -> int:
+        """Where a request has no block there is the null block, which holds anything: what is read there shows."""
+        if position // self.block_size >= len(state.blocks[group]):
+            return position % self.block_size
+        return super()._slot(state, group, position)
+
     def _verify(self, request_id: str, granted: int, output: ModelRunnerOutput) -> tuple[str, list[int], int] | None:
         """Write a draft behind the last token, and go on from what is read back as far as it is right."""
         state, rng = self.known[request_id], self.rng

@@ -82,7 +82,7 @@ def test_more_requests_than_a_graph_takes_have_their_own() -> None:
 def test_what_was_learnt_of_others_is_the_first_guess_of_a_new_request(size: int, cost: DraftCost) -> None:
     """Where drafts are never right, only the first requests are tried anew each time; later ones are probed with the others."""
     length, num_steps, drafted = AdaptiveLength(5, cost), 128, []
-    for _ in range(20):
+    for _ in range(50):
         requests, num_drafting = [request_with(None) for _ in range(size)], 0
         for _ in range(num_steps):
             limits = length.limits(requests)
@@ -92,7 +92,7 @@ def test_what_was_learnt_of_others_is_the_first_guess_of_a_new_request(size: int
                     length.learn(request, k if cost is HEAD else 0, 0)
         drafted.append(num_drafting)
     assert drafted[0] > 2
-    assert sum(drafted[10:]) <= 10 * num_steps / MOST_PROBE_STEPS + 1
+    assert sum(drafted[-10:]) <= 10 * num_steps / MOST_PROBE_STEPS + 1
 
 
 def test_good_drafts_are_taken_up_again_after_bad_ones() -> None:
@@ -112,3 +112,22 @@ def test_good_drafts_are_taken_up_again_after_bad_ones() -> None:
     assert AdaptiveLength(5, HEAD).limits([request_with(None)]) == AdaptiveLength(5, HEAD).limits(
         [request_with(FIRST_RATE)]
     )
+
+
+def test_drafts_that_pay_a_little_are_not_given_up_for_a_few_bad_ones() -> None:
+    """Accepted a third of the time, two save more than they cost; what luck leaves out, nobody would see again for long."""
+    cost, rng, num_steps, num_drafting = DraftCost(0.02, SMALL_ON_CUDA, found=0.2), random.Random(1), 0, 0
+    assert speed([(0.36, 1.0)], 2, cost) > 1.1
+    length = AdaptiveLength(4, cost)
+    for _ in range(40):
+        request, num_tokens = request_with(None), 0
+        while num_tokens < 128:
+            (k,) = length.limits([request])
+            num_accepted = 0
+            while num_accepted < k and rng.random() < 0.36:
+                num_accepted += 1
+            if k:
+                length.learn(request, k, num_accepted)
+            num_tokens += num_accepted + 1
+            num_steps, num_drafting = num_steps + 1, num_drafting + (k > 0)
+    assert num_drafting > 0.35 * num_steps

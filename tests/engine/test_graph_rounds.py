@@ -127,6 +127,37 @@ def test_rounds_follow_each_other_without_the_host(
     check_idle(graph_host)
 
 
+@pytest.mark.parametrize(("kind", "block_size"), [("eagle", 1), ("eagle", 16), ("medusa", 4)])
+def test_one_that_comes_to_its_end_does_not_hold_up_the_others(
+    graph_host: EngineHost,
+    tiny_llama: Path,
+    heads: dict[HeadKind, Path],
+    expected: dict[str, list[int]],
+    kind: HeadKind,
+    block_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its last round is repeated with the others', and what that gives beyond its end is lost: in blocks that it has not."""
+    calls: Counter[str] = Counter()
+    for name in ("run", "repeat"):
+        monkeypatch.setattr(GraphRounds, name, _counted(getattr(GraphRounds, name), calls, name))
+    graph_host.load(heading(tiny_llama, kind, heads[kind], **SMALL, cache__block_size=block_size))
+    with held(graph_host):
+        submitted = {
+            key: submit(graph_host, key, prompt, max_tokens=20 - 3 * place, ignore_eos=True)
+            for place, (key, prompt) in enumerate(PROMPTS.items())
+            if len(prompt) < 20
+        }
+    for place, (key, answer) in enumerate(submitted.items()):
+        assert answer.finish_reason == "length"
+        assert answer.token_ids == expected[key][: 20 - 3 * place]
+    # Rounds that waited for the host: behind the prompts, and at each end the one that can only bring its last token, the one
+    # behind it, and one more until that is known.
+    assert calls["run"] <= 3 * len(submitted) + 1
+    assert calls["repeat"] >= 5
+    check_idle(graph_host)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_round_is_drafted_before_the_host_has_heard_of_this_one(
     graph_host: EngineHost,
