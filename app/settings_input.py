@@ -40,9 +40,15 @@ def engine_config_and_workload(
 
 def _engine_config(path: Path | None, overrides: dict[str, Any]) -> EngineConfig:
     from backend.config import EngineConfig
+    from backend.core.speculation import HEAD_METHODS
 
     config = EngineConfig.from_toml(path) if path else EngineConfig()
-    return config.with_overrides(overrides)
+    config = config.with_overrides(overrides)
+    head = config.speculative.model
+    if head is None or config.speculative.method not in HEAD_METHODS:
+        return config
+    # A run is repeated from what is stored of it, wherever that is done.
+    return config.with_overrides({"speculative.model": str(Path(head).expanduser().absolute())})
 
 
 def _parse(settings: Sequence[str], *, with_workload: bool) -> dict[str, Any]:

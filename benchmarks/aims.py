@@ -187,8 +187,9 @@ def _missed_costs(row: Mapping[str, Any], name: str) -> list[str]:
         and of_predicted < MIN_OF_PREDICTED
     ):
         short.append(f"{name}, {of_predicted:.1%} of what is predicted instead of {MIN_OF_PREDICTED:.0%}")
-    # Older results do not say `is_tree`, and theirs of 6 tokens are chains. Lookahead's window runs beside what it verifies.
-    if not whole or whole.get("is_tree") or row["method"] == "lookahead":
+    # Older results do not say `is_tree`, and theirs of 6 tokens are chains. Lookahead's window runs beside what it verifies, and
+    # synthetic drafts are those of a large model's shape, for which nothing is asked.
+    if not whole or whole.get("is_tree") or row["method"] in ("lookahead", "synthetic"):
         return short
     if row["requests"] == 1 and whole["num_tokens"] == 6 and whole["verify_cost"] > MAX_VERIFY_COST:
         short.append(

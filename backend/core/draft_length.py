@@ -15,6 +15,8 @@ Where a round is a graph that computes as many tokens for everybody, all have th
 A length that is about as good as the best one is kept: rates wander, and a device that repeats a round before its result is
 known has to wait whenever the length changes.
 
+A new request begins with what was seen of those before it, and a little more.
+
 Times are not measured but taken from fixed costs, and rates are counted: so a request's tokens do not depend on a clock.
 """
 

@@ -6,7 +6,7 @@ a frozen one takes several times as long.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -100,9 +100,11 @@ class DraftRounds:
         if self.num_accepted[row] > most:
             self.num_accepted[row], self.token_ids[row] = most, int(self.draft_token_ids[row, most])
 
-    def leave_out(self, rows: Collection[int]) -> None:
-        """As if these had had no drafts."""
-        kept = [row for row in range(len(self.request_ids)) if row not in rows]
+    def leave_out(self, request_ids: Set[str]) -> None:
+        """As if nothing had been drafted for these."""
+        if request_ids.isdisjoint(self.request_ids):
+            return
+        kept = [row for row, request_id in enumerate(self.request_ids) if request_id not in request_ids]
         self.request_ids = [self.request_ids[row] for row in kept]
         self.num_draft_tokens = [self.num_draft_tokens[row] for row in kept]
         self.num_accepted = [self.num_accepted[row] for row in kept]

@@ -99,8 +99,7 @@ class SpeculativeScheduler(Scheduler):
         if step != scheduled.step:
             raise RuntimeError(f"the result of step {scheduled.step} came before that of step {step}")
         sampled, rounds = output.sampled_token_ids, output.rounds
-        if rounds is not None and scheduled.continues:
-            _cut_to_ends(rounds, requests)
+        ended = _cut_to_ends(rounds, requests) if rounds is not None and scheduled.continues else ()
         verified = (
             dict(zip(rounds.request_ids, zip(rounds.num_draft_tokens, rounds.num_accepted, strict=True), strict=True))
             if rounds
@@ -127,7 +126,7 @@ class SpeculativeScheduler(Scheduler):
             num_draft_tokens, num_accepted = verified.get(request_id, (0, 0))
             if reason is None:
                 self._drafted[request_id] = num_draft_tokens
-            if request_id in granted and self._length is not None:
+            if request_id in granted and request_id not in ended and self._length is not None:
                 self._length.learn(request, num_draft_tokens, num_accepted)
             origins = _origins(num_draft_tokens, num_accepted)
             outputs.append(RequestOutput(request_id, new_token_ids, reason, None, origins, num_draft_tokens))
@@ -303,17 +302,17 @@ def _decodes(request: Request) -> bool:
     )
 
 
-def _cut_to_ends(rounds: DraftRounds, requests: Sequence[Request]) -> None:
-    """Leave out the drafts for which requests had no room left when the round before was known: this one had begun by then."""
+def _cut_to_ends(rounds: DraftRounds, requests: Sequence[Request]) -> set[str]:
+    """Leave out the drafts for which requests had no room left when the round before was known: this one had begun by then.
+
+    Returns the requests that had room for none.
+    """
     room = {it.request_id: it.max_num_tokens - len(it.token_ids) - 1 for it in requests}
-    ended = set()
+    ended = {request_id for request_id in rounds.request_ids if room[request_id] <= 0}
+    rounds.leave_out(ended)
     for row, request_id in enumerate(rounds.request_ids):
-        if room[request_id] <= 0:
-            ended.add(row)
-        elif rounds.num_draft_tokens[row] > room[request_id]:
-            rounds.cut(row, room[request_id])
-    if ended:
-        rounds.leave_out(ended)
+        rounds.cut(row, room[request_id])
+    return ended
 
 
 def _origins(num_draft_tokens: int, num_accepted: int) -> list[TokenOrigin]:

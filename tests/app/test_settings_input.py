@@ -129,3 +129,16 @@ def test_a_file_with_a_number_of_thousands_of_digits_is_named(tmp_path: Path) ->
 def test_generate_takes_no_workload_settings() -> None:
     with pytest.raises(ConfigError, match=r"unknown section 'workload'; allowed: model, (?!.*workload)"):
         engine_config(None, ["workload.seed=1"])
+
+
+def test_a_head_s_folder_is_stored_so_that_it_is_found_from_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for typed, stored in (("heads/mine", "heads/mine"), ("~/mine", "home/mine"), (str(tmp_path / "mine"), "mine")):
+        config = engine_config(None, ["speculative.method=eagle", f"speculative.model={typed}"])
+        assert config.speculative.model == str(tmp_path / stored)
+    named = engine_config(None, ["speculative.method=draft_model", "speculative.model=smollm2-135m"])
+    assert named.speculative.model == "smollm2-135m"
+    assert engine_config(None, ["speculative.method=medusa"]).speculative.model is None

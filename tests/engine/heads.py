@@ -175,9 +175,14 @@ class _Rounds(StepSink):
 def answers_and_rounds(
     host: EngineHost, prompts: Mapping[str, Sequence[int]], **sampling: Any
 ) -> tuple[dict[str, Answer], list[Round]]:
+    return rounds_of(host, lambda: answers(host, prompts, **sampling))
+
+
+def rounds_of(host: EngineHost, collect: Callable[[], dict[str, Answer]]) -> tuple[dict[str, Answer], list[Round]]:
+    """What comes of it, and the rounds that are recorded meanwhile."""
     sink = _Rounds()
     host.set_sink(sink)  # type: ignore[arg-type]
-    collected = answers(host, prompts, **sampling)
+    collected = collect()
     host.set_sink(None)
     return collected, sink.all()
 

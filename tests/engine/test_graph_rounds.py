@@ -18,8 +18,17 @@ from backend.spec_decode.heads.head_config import HeadKind
 from backend.spec_decode.heads.target import DenseTarget
 from backend.worker.decoders import ReferenceDecoder
 from backend.worker.draft_model_runner import DraftModelRunner
-from tests.engine.driving import answers, check_idle, config_of, held, submit
-from tests.engine.heads import KINDS, answers_and_rounds, check_drafts, heading, load_drafter, random_head, save
+from tests.engine.driving import Answer, answers, check_idle, config_of, held, submit
+from tests.engine.heads import (
+    KINDS,
+    answers_and_rounds,
+    check_drafts,
+    heading,
+    load_drafter,
+    random_head,
+    rounds_of,
+    save,
+)
 from tests.engine.looking_up import count_rounds
 from tests.engine.speculating import at_random, scripted, whole
 from tests.helpers import dense_greedy, load_oracle, make_tiny_model
@@ -142,18 +151,27 @@ def test_one_that_comes_to_its_end_does_not_hold_up_the_others(
     for name in ("run", "repeat"):
         monkeypatch.setattr(GraphRounds, name, _counted(getattr(GraphRounds, name), calls, name))
     graph_host.load(heading(tiny_llama, kind, heads[kind], **SMALL, cache__block_size=block_size))
-    with held(graph_host):
-        submitted = {
-            key: submit(graph_host, key, prompt, max_tokens=20 - 3 * place, ignore_eos=True)
-            for place, (key, prompt) in enumerate(PROMPTS.items())
-            if len(prompt) < 20
-        }
-    for place, (key, answer) in enumerate(submitted.items()):
-        assert answer.finish_reason == "length"
-        assert answer.token_ids == expected[key][: 20 - 3 * place]
+    lengths = dict(zip(PROMPTS, (20, 17, 14, 11), strict=False))
+
+    def collect() -> dict[str, Answer]:
+        with held(graph_host):
+            submitted = {
+                key: submit(graph_host, key, PROMPTS[key], max_tokens=length, ignore_eos=True)
+                for key, length in lengths.items()
+            }
+        assert all(answer.finish_reason == "length" for answer in submitted.values())
+        return submitted
+
+    collected, rounds = rounds_of(graph_host, collect)
+    for key, length in lengths.items():
+        assert collected[key].token_ids == expected[key][:length]
+    for it in rounds:
+        assert 1 <= len(it.draft_token_ids) < lengths[it.request_id] - it.position
+        emitted = [*it.draft_token_ids[: it.num_accepted], it.token_id]
+        assert emitted == expected[it.request_id][it.position :][: it.num_accepted + 1]
     # Rounds that waited for the host: behind the prompts, and at each end the one that can only bring its last token, the one
     # behind it, and one more until that is known.
-    assert calls["run"] <= 3 * len(submitted) + 1
+    assert calls["run"] <= 3 * len(lengths) + 1
     assert calls["repeat"] >= 5
     check_idle(graph_host)
 

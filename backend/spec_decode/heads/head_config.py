@@ -45,9 +45,10 @@ class HeadConfig:
 
 def refuse_head(model: str) -> None:
     """Raise `ConfigError` where what is named as a draft model is the folder of a head."""
-    if not Path(model, CONFIG_NAME).is_file():
+    path = Path(model).expanduser() / CONFIG_NAME
+    if not path.is_file():
         return
-    fields = JsonFields(Path(model, CONFIG_NAME))
+    fields = JsonFields(path)
     kind = fields.get("kind")
     if kind in KINDS and fields.has("target_fingerprint"):
         raise ConfigError(

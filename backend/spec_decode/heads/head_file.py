@@ -122,8 +122,8 @@ def load_head(
 
 
 def _check_vocabulary(path: Path, token_ids: Tensor, config: HeadConfig, target: DecoderConfig) -> None:
-    ascending = token_ids.ndim == 1 and bool((token_ids[1:] > token_ids[:-1]).all())
-    if len(token_ids) != config.draft_vocab_size or not ascending:
+    is_list = token_ids.ndim == 1 and len(token_ids) == config.draft_vocab_size
+    if not is_list or not (token_ids[1:] > token_ids[:-1]).all():
         raise ModelError(f"{path}: {_VOCABULARY} is not an ascending list of {config.draft_vocab_size:,} ids")
     if token_ids[0] < 0 or token_ids[-1] >= target.vocab_size:
         raise ModelError(f"{path}: {_VOCABULARY} has ids outside the target's vocabulary of {target.vocab_size:,}")
