@@ -12,7 +12,7 @@ _RESOLUTION = 100  # of rates
 
 
 class CommonLength:
-    """The length with which a step is expected to yield most tokens per time; see `backend.core.draft_length`.
+    """How fast a step is with each length; `AdaptiveLength` chooses among them.
 
     Args:
         most: tokens of a draft.
@@ -28,21 +28,12 @@ class CommonLength:
             for k in graph_lengths(most)
         }
 
-    def choose(self, known: Sequence[tuple[float, float]], kept: int | None, kept_share: float) -> int:
-        """The fastest length, or 0 where drafts lose.
+    def speeds(self, known: Sequence[tuple[float, float]]) -> dict[int, float]:
+        """Of each length, 0 among them, in times plain decoding's.
 
         Args:
             known: of each request, how often a drafted token is accepted and how often there is anything to draft.
-            kept: the length of the last step, which is kept where it has `kept_share` of the best one's speed and does not lose.
         """
-        speeds = self.speeds(known)
-        best = max(speeds, key=speeds.__getitem__)
-        if kept in speeds and speeds[kept] >= max(speeds[0], kept_share * speeds[best]):
-            return kept
-        return best
-
-    def speeds(self, known: Sequence[tuple[float, float]]) -> dict[int, float]:
-        """Of each length, in times plain decoding's."""
         size = len(known)
         any_found = 1 - prod(1 - share for _, share in known)
         waiting = (1 - any_found) * self._cost.of_round(size)

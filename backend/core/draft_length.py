@@ -22,7 +22,7 @@ Times are not measured but taken from fixed costs, and rates are counted: so a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from backend.analysis.speculation import constant_rate_length
 from backend.core.common_length import CommonLength
@@ -57,7 +57,7 @@ class AdaptiveLength:
         ]
         self._common = CommonLength(most, cost) if cost.found is not None and num_nodes is None else None
         self._rate_of_all, self._share_of_all = FIRST_RATE - OPTIMISM, FIRST_SHARE - OPTIMISM
-        self._known_speeds: dict[tuple[int, int, int], list[float]] = {}
+        self._known_speeds: dict[tuple[int, int, int], dict[int, float]] = {}
         self._num_steps = 0
         self._wait = self._next_probe = PROBE_STEPS  # steps between two probes, and the one of the next
         self._last_known: list[tuple[float, float, int | None]] = []  # of `_worth`, and what it gave
@@ -130,15 +130,16 @@ class AdaptiveLength:
         batch_size = len(known)
         if self._common is not None and batch_size <= MAX_CONTINUED:
             last = {length for _, _, length in known} - {None}
-            k = self._common.choose([each[:2] for each in known], last.pop() if len(last) == 1 else None, KEPT_SHARE)
-            return [k] * batch_size
+            speeds = self._common.speeds([each[:2] for each in known])
+            return [choose_length(speeds, last.pop() if len(last) == 1 else None)] * batch_size
         is_free = not self._cost.of_round(batch_size)  # then a round without drafts is like a plain step
         parts = [
             (round(rate * _RESOLUTION), _RESOLUTION if is_free else round(share * _RESOLUTION))
             for rate, share, _ in known
         ]
         limits = [
-            _choose(self._speeds(batch_size, *each), length) for each, (_, _, length) in zip(parts, known, strict=True)
+            choose_length(self._speeds(batch_size, *each), length)
+            for each, (_, _, length) in zip(parts, known, strict=True)
         ]
         num_further = verified = 0.0  # tokens, of all requests
         for (rate, share), k in zip(parts, limits, strict=True):
@@ -156,13 +157,13 @@ class AdaptiveLength:
         """Whether drafts of so many requests, once left out, would be taken up again if all were right."""
         if self._common is not None and batch_size <= MAX_CONTINUED:
             return KEPT_SHARE * max(self._common.speeds([(1.0, 1.0)] * batch_size).values()) > 1
-        return KEPT_SHARE * max(self._speeds(batch_size, _RESOLUTION, _RESOLUTION)) > 1
+        return KEPT_SHARE * max(self._speeds(batch_size, _RESOLUTION, _RESOLUTION).values()) > 1
 
     def pays_at_first(self) -> bool:
         """Whether a request that is alone is drafted for while nothing is known of it."""
         if self._common is not None:
-            return self._common.choose([(FIRST_RATE, FIRST_SHARE)], None, KEPT_SHARE) > 0
-        return _choose(self._speeds(1, round(FIRST_RATE * _RESOLUTION), _RESOLUTION), None) > 0
+            return choose_length(self._common.speeds([(FIRST_RATE, FIRST_SHARE)]), None) > 0
+        return choose_length(self._speeds(1, round(FIRST_RATE * _RESOLUTION), _RESOLUTION), None) > 0
 
     def learn(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """A round of the request has ended; without any drafted token there was nothing to draft."""
@@ -185,25 +186,25 @@ class AdaptiveLength:
         """Rate and share of a request of which nothing is known."""
         return min(self._rate_of_all + OPTIMISM, 1.0), min(self._share_of_all + OPTIMISM, 1.0)
 
-    def _speeds(self, batch_size: int, rate: int, share: int) -> list[float]:
+    def _speeds(self, batch_size: int, rate: int, share: int) -> dict[int, float]:
         """Of each length, in times plain decoding's; the rate and the share in parts of `_RESOLUTION`."""
         key = (batch_size, rate, share)
         if key not in self._known_speeds:
             verify, of_round = self._cost.verify(batch_size), self._cost.of_round(batch_size)
-            self._known_speeds[key] = speeds = [1.0]
+            self._known_speeds[key] = speeds = {0: 1.0}
             for k in range(1, len(self._num_nodes)):
                 cost = self._cost.draft * k + verify * self._num_nodes[k]
                 found = share / _RESOLUTION
-                speeds.append((1 + found * (self._lengths[rate][k] - 1)) / (1 + of_round + found * cost))
+                speeds[k] = (1 + found * (self._lengths[rate][k] - 1)) / (1 + of_round + found * cost)
         return self._known_speeds[key]
 
 
-def _choose(speeds: Sequence[float], kept: int | None) -> int:
-    """The fastest length, or `kept`, the request's last one, which is hardly slower; but none that loses against 0."""
-    best = max(range(len(speeds)), key=speeds.__getitem__)
-    if kept is None or not best or speeds[kept] < KEPT_SHARE * speeds[best] or speeds[kept] < speeds[0]:
+def choose_length(speeds: Mapping[int, float], kept: int | None) -> int:
+    """The fastest length, or `kept`, the last one, which is hardly slower; but none that loses against 0."""
+    best = max(speeds, key=speeds.__getitem__)
+    if not best or kept is None or kept not in speeds:
         return best
-    return kept
+    return kept if speeds[kept] >= max(speeds[0], KEPT_SHARE * speeds[best]) else best
 
 
 def _learnt(rate: float, num_accepted: int, is_whole: bool, memory: float) -> float:

@@ -162,9 +162,9 @@ class SpeculativeScheduler(Scheduler):
                 return False
             # What comes behind the end of one that ends in the round under way is lost; but not in a tree, whose nodes may stand
             # there and be part of what comes before.
-            num_slots = self._num_tokens_at_most(request, count) + count
-            may_end = num_slots >= request.max_num_tokens
-            if num_slots >= self.max_model_len or (may_end and self._num_nodes is not None):
+            reach = self._num_tokens_at_most(request, count) + count
+            may_end = reach >= request.max_num_tokens
+            if reach >= self.max_model_len or (may_end and self._num_nodes is not None):
                 return False
             goes_on |= not may_end
             num_slots = self._num_slots_at_most(request, count)

@@ -9,7 +9,7 @@ import pytest
 
 from backend.core.common_length import CommonLength
 from backend.core.draft_cost import MAX_CONTINUED, SMALL_ON_CUDA, DraftCost, graph_lengths
-from backend.core.draft_length import FIRST_RATE, KEPT_SHARE, MOST_PROBE_STEPS, AdaptiveLength
+from backend.core.draft_length import FIRST_RATE, KEPT_SHARE, MOST_PROBE_STEPS, AdaptiveLength, choose_length
 from tests.core.test_draft_length import request_with, verify_cost
 
 HEAD = DraftCost(0.04, SMALL_ON_CUDA, 0.05, 0.06, 0.25)
@@ -43,7 +43,7 @@ def test_it_is_the_graph_s_length_with_the_most_tokens_per_time(size: int, cost:
         known = [(round(rng.random(), 2), round(rng.random(), 2)) for _ in range(size)]
         expected = {0: 1.0} | {k: speed(known, k, cost) for k in graph_lengths(5)}
         assert length.speeds(known) == pytest.approx(expected)
-        k = length.choose(known, None, KEPT_SHARE)
+        k = choose_length(length.speeds(known), None)
         assert expected[k] == pytest.approx(max(expected.values()))
         chosen.add(k)
     assert len(chosen) > 1
@@ -56,9 +56,9 @@ def test_a_length_is_kept_that_is_about_as_good() -> None:
     best = max(speeds, key=speeds.__getitem__)
     close = [k for k in speeds if k != best and KEPT_SHARE * speeds[best] <= speeds[k] < speeds[best]]
     assert close
-    assert all(length.choose(known, kept, KEPT_SHARE) == kept for kept in close)
-    assert length.choose(known, 3, KEPT_SHARE) == best
-    assert length.choose([(0.0, 1.0)] * 4, best, KEPT_SHARE) == 0
+    assert all(choose_length(speeds, kept) == kept for kept in close)
+    assert choose_length(speeds, 3) == best
+    assert choose_length(length.speeds([(0.0, 1.0)] * 4), best) == 0
 
 
 def test_new_requests_take_the_length_of_those_beside_them() -> None:

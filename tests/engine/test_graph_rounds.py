@@ -34,8 +34,7 @@ from tests.engine.speculating import at_random, scripted, whole
 from tests.helpers import dense_greedy, load_oracle, make_tiny_model
 from tests.spec_decode.tiny_heads import CPU, random_ids
 
-from backend.worker.graph_rounds import GraphRounds  # isort: skip  # once the kernels are the interpreter's
-from backend.worker.round_graphs import RoundGraphs  # isort: skip
+from backend.worker.round_graphs import RoundGraphs  # isort: skip  # once the kernels are the interpreter's
 
 VOCABULARY = torch.arange(0, 512, 2)
 PROMPTS = {f"p{length}": random_ids(512, length, seed=length).tolist() for length in (1, 2, 15, 17, 40)}
@@ -113,9 +112,7 @@ def test_rounds_follow_each_other_without_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As long as all go on alike. Beside others that end: at a stop id in the middle of what is under way, or by an abort."""
-    calls: Counter[str] = Counter()
-    for name in ("run", "repeat"):
-        monkeypatch.setattr(GraphRounds, name, _counted(getattr(GraphRounds, name), calls, name))
+    calls = count_rounds(monkeypatch)
     graph_host.load(heading(tiny_llama, kind, heads[kind], **SMALL, cache__block_size=block_size))
     for key, prompt in PROMPTS.items():
         calls.clear()
@@ -147,9 +144,7 @@ def test_one_that_comes_to_its_end_does_not_hold_up_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its last round is repeated with the others', and what that gives beyond its end is lost: in blocks that it has not."""
-    calls: Counter[str] = Counter()
-    for name in ("run", "repeat"):
-        monkeypatch.setattr(GraphRounds, name, _counted(getattr(GraphRounds, name), calls, name))
+    calls = count_rounds(monkeypatch)
     graph_host.load(heading(tiny_llama, kind, heads[kind], **SMALL, cache__block_size=block_size))
     lengths = dict(zip(PROMPTS, (20, 17, 14, 11), strict=False))
 
@@ -333,14 +328,6 @@ def test_a_draft_near_the_end_of_its_model_s_context_is_made_without_graphs(
     answer = answers(graph_host, {"a": prompt}, max_tokens=30, ignore_eos=True)["a"]
     assert answer.token_ids == dense_greedy(tiny_llama, prompt, 30)
     assert replays["round_graphs"] > 0
-
-
-def _counted(function: Any, calls: Counter[str], name: str) -> Any:
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls[name] += 1
-        return function(*args, **kwargs)
-
-    return counted
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
